@@ -1,0 +1,48 @@
+"""lowtide trains PyTorch networks that do not fit.
+
+State one number, the device memory you have; lowtide measures each stage of the model, computes the fastest schedule of
+recomputation and offloading that stays under it, and runs it inside your unchanged training loop.
+
+    plan = lowtide.fit(model, (x,), memory_budget="8GiB")
+"""
+
+from __future__ import annotations
+
+from lowtide.chain import Chain, Stage, Variant
+from lowtide.errors import (
+    ChainError,
+    InfeasibleBudgetError,
+    LowtideError,
+    ScheduleError,
+    StrategyError,
+    UnitError,
+)
+from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
+from lowtide.simulate import Trace, simulate
+from lowtide.solve import Solution, solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Await",
+    "Backward",
+    "Chain",
+    "ChainError",
+    "Forward",
+    "InfeasibleBudgetError",
+    "LowtideError",
+    "Offload",
+    "Prefetch",
+    "Release",
+    "Schedule",
+    "ScheduleError",
+    "Solution",
+    "Stage",
+    "StrategyError",
+    "Trace",
+    "UnitError",
+    "Variant",
+    "__version__",
+    "simulate",
+    "solve",
+]

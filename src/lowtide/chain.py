@@ -1,0 +1,306 @@
+"""What a network costs: a chain of stages, each with its times and sizes.
+
+Stage k = 1..n turns a[k-1] into a[k]; a[0] is the input of the chain. Backward k turns delta[k], the gradient of a[k],
+into delta[k-1], and needs abar[k], everything that forward k saved for it.
+
+| papers | here |
+| --- | --- |
+| a^k | `output_bytes` of stage k; `Chain.input_bytes` for k = 0 |
+| ā^k | `saved_bytes`: all that backward k needs, a[k] included, a[k-1] and the parameters excluded |
+| δ^k | `grad_bytes` of stage k; `Chain.input_grad_bytes` for k = 0 |
+| u_F, u_B | `forward_seconds`, `backward_seconds` |
+| o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes` |
+| w_k | `weight_bytes` |
+
+    >>> chain = Chain("two", [Stage("conv", 0.1, 0.2, output_bytes=10, saved_bytes=30),
+    ...                       Stage("head", 0.1, 0.2, output_bytes=1, saved_bytes=1)], input_bytes=5)
+    >>> chain.activation_bytes(0), chain.activation_bytes(1)
+    (5, 10)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.errors import ChainError, shown
+from lowtide.files import read_json, write_json
+
+FORMAT = "lowtide.chain/1"
+
+# One size may not exceed this, so that sums over thousands of stages stay within 64-bit integers.
+LARGEST_BYTES = 2**50
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Another way to run a stage for backward: the same values, other times and other bytes kept."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    saved_bytes: int
+    forward_extra_bytes: int = 0
+    backward_extra_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_fields(self, where=f"variant {self.name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The variant as it stands in a chain file."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a chain. Sizes are whole bytes, times are seconds.
+
+    `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
+    to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`).
+
+    Raises:
+        ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    output_bytes: int
+    saved_bytes: int
+    grad_bytes: int = None  # type: ignore[assignment]  # None: output_bytes
+    forward_extra_bytes: int = 0
+    backward_extra_bytes: int = 0
+    weight_bytes: int = 0
+    weight_grad_bytes: int = None  # type: ignore[assignment]  # None: weight_bytes
+    optimizer_bytes: int = 0
+    variants: tuple[Variant, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.grad_bytes is None:
+            object.__setattr__(self, "grad_bytes", self.output_bytes)
+        if self.weight_grad_bytes is None:
+            object.__setattr__(self, "weight_grad_bytes", self.weight_bytes)
+        object.__setattr__(self, "variants", tuple(self.variants))
+        where = f"stage {self.name!r}"
+        _check_fields(self, where=where)
+        saved = {where: self.saved_bytes, **{f"{where}, variant {v.name!r}": v.saved_bytes for v in self.variants}}
+        for owner, saved_bytes in saved.items():
+            if saved_bytes < self.output_bytes:
+                raise ChainError(
+                    f"{owner}: saved_bytes is {saved_bytes}, less than the stage's output_bytes "
+                    f"{self.output_bytes}; what is saved includes the output"
+                )
+
+    @property
+    def num_variants(self) -> int:
+        """How many ways there are to run the stage for backward, its own included."""
+        return 1 + len(self.variants)
+
+    def variant(self, index: int) -> Variant:
+        """Variant `index`; 0 is the stage's own fields."""
+        if index:
+            return self.variants[index - 1]
+        return Variant(
+            "",
+            self.forward_seconds,
+            self.backward_seconds,
+            self.saved_bytes,
+            self.forward_extra_bytes,
+            self.backward_extra_bytes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The stage as it stands in a chain file."""
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        variants = values.pop("variants")
+        return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A network as lowtide sees it: stages 1..n, and what lies around them.
+
+    Args:
+        name: for people.
+        stages: stage 1 first.
+        input_bytes: a[0], the input of the chain.
+        input_grad_bytes: its gradient, 0 where nobody asks for it.
+        base_bytes: what is on the device whatever the schedule does; the stages' own weights, weight gradients and
+            optimizer state are not in it.
+        grads_resident: the weight gradients exist from the start (gradient accumulation).
+        provenance: where the figures come from (machine, versions, spread of the times): free form, never interpreted.
+    """
+
+    name: str
+    stages: tuple[Stage, ...]
+    input_bytes: int = 0
+    input_grad_bytes: int = 0
+    base_bytes: int = 0
+    grads_resident: bool = False
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        _check_fields(self, where=f"chain {self.name!r}")
+        if not self.stages:
+            raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
+
+    @property
+    def num_stages(self) -> int:
+        """n, the number of stages."""
+        return len(self.stages)
+
+    def stage(self, k: int) -> Stage:
+        """Stage k, counted from 1."""
+        if not 1 <= k <= len(self.stages):
+            raise IndexError(f"stage {k} of a chain of {len(self.stages)} stages")
+        return self.stages[k - 1]
+
+    def activation_bytes(self, k: int) -> int:
+        """a[k]; a[0] is the input of the chain."""
+        return self.stages[k - 1].output_bytes if k else self.input_bytes
+
+    def gradient_bytes(self, k: int) -> int:
+        """delta[k]; delta[0] is the gradient of the input."""
+        return self.stages[k - 1].grad_bytes if k else self.input_grad_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is stored from start to end where weights stay on the device: base, weights, optimizer state, and the
+        weight gradients where they are resident.
+        """
+        total = self.base_bytes + sum(stage.weight_bytes + stage.optimizer_bytes for stage in self.stages)
+        return total + (sum(stage.weight_grad_bytes for stage in self.stages) if self.grads_resident else 0)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Every forward and backward once, as variant 0: the time of plain training."""
+        return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The chain as plain data, in the file format `lowtide.chain/1`."""
+        values: dict[str, Any] = {
+            "format": FORMAT,
+            "name": self.name,
+            "input_bytes": self.input_bytes,
+            "input_grad_bytes": self.input_grad_bytes,
+            "base_bytes": self.base_bytes,
+            "grads_resident": self.grads_resident,
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+        if self.provenance:
+            values["provenance"] = dict(self.provenance)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Chain:
+        """Read a chain from plain data; the inverse of `to_dict`.
+
+        Raises:
+            ChainError: in one line that names the stage, the field and what was expected.
+        """
+        if not isinstance(values, Mapping):
+            raise ChainError(f"a chain is a JSON object, not {shown(values)}")
+        found = values.get("format")
+        if found != FORMAT:
+            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}")
+        given = {key: value for key, value in values.items() if key != "format"}
+        stages = given.pop("stages", None)
+        if not isinstance(stages, list | tuple) or not stages:
+            raise ChainError(f"stages is {shown(stages)}, expected a list of at least one stage")
+        _check_keys(cls, {**given, "stages": stages}, where="chain")
+        if not isinstance(given.get("provenance", {}), Mapping):
+            raise ChainError(f"provenance is {shown(given['provenance'])}, expected an object")
+        return cls(stages=tuple(_stage_from_dict(entry, k) for k, entry in enumerate(stages, start=1)), **given)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Chain:
+        """Read a chain file; a wrong one is refused with one line that starts with the file's name."""
+        values = read_json(path, ChainError)
+        try:
+            return cls.from_dict(values)
+        except ChainError as error:
+            raise ChainError(f"{os.fspath(path)}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a chain file, atomically."""
+        write_json(path, self.to_dict())
+
+
+def _stage_from_dict(values: Any, k: int) -> Stage:
+    where = f"stage {k}"
+    if not isinstance(values, Mapping):
+        raise ChainError(f"{where}: is {shown(values)}, expected an object")
+    if isinstance(values.get("name"), str):
+        where = f"stage {k} ({values['name']})"
+    _check_keys(Stage, values, where=where)
+    variants = values.get("variants", ())
+    if not isinstance(variants, list | tuple):
+        raise ChainError(f"{where}: variants is {shown(variants)}, expected a list")
+    made = []
+    for v, entry in enumerate(variants, start=1):
+        if not isinstance(entry, Mapping):
+            raise ChainError(f"{where}, variant {v}: is {shown(entry)}, expected an object")
+        _check_keys(Variant, entry, where=f"{where}, variant {v}")
+        made.append(_made(Variant, entry, where=f"{where}, variant {v}"))
+    for key in ("grad_bytes", "weight_grad_bytes"):
+        if key in values and values[key] is None:
+            raise ChainError(f"{where}: {key} is null, expected whole bytes (leave the field out for its default)")
+    stage: Stage = _made(Stage, {**values, "variants": tuple(made)}, where=where)
+    return stage
+
+
+def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
+    """An instance of `cls`; a refusal names the place in the file instead of the record's name."""
+    try:
+        return cls(**values)
+    except ChainError as error:
+        raise ChainError(f"{where}: {str(error).partition(': ')[2]}") from None
+
+
+def _check_keys(cls: type, values: Mapping[str, Any], *, where: str) -> None:
+    known = {entry.name: entry for entry in dataclasses.fields(cls)}
+    for key in values:
+        if key not in known:
+            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(known)}")
+    for name, entry in known.items():
+        has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
+        if name not in values and not has_default:
+            raise ChainError(f"{where}: {name} is missing, expected {_expected(name)}")
+
+
+def _check_fields(record: Any, *, where: str) -> None:
+    """Check each field of a record by what its name says it holds."""
+    for entry in dataclasses.fields(record):
+        name, value = entry.name, getattr(record, entry.name)
+        if name.endswith("_bytes"):
+            right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
+        elif name.endswith("_seconds"):
+            right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        elif name == "name":
+            right = isinstance(value, str)
+        elif name == "grads_resident":
+            right = isinstance(value, bool)
+        else:
+            continue
+        if not right:
+            raise ChainError(f"{where}: {name} is {shown(value)}, expected {_expected(name)}")
+
+
+def _expected(name: str) -> str:
+    if name.endswith("_bytes"):
+        return f"whole bytes from 0 to {LARGEST_BYTES}"
+    if name.endswith("_seconds"):
+        return "seconds, a finite number from 0 up"
+    return {"name": "a string", "grads_resident": "true or false"}.get(name, "a list")
+
+
+def as_chain(chain: Chain | Mapping[str, Any]) -> Chain:
+    """A `Chain` as it is, plain data read as one: what the public functions accept."""
+    if isinstance(chain, Chain):
+        return chain
+    return Chain.from_dict(chain)

@@ -1,0 +1,60 @@
+"""Everything that lowtide raises on purpose.
+
+One hierarchy: catch `LowtideError` to catch them all. Each message is a single line that says what was given, what is
+needed, and what to do next. The command line maps `InfeasibleBudgetError` to exit status 3 and every other
+`LowtideError` to 2.
+"""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """The root of every error that lowtide raises on purpose."""
+
+
+class UnitError(LowtideError, ValueError):
+    """A quantity such as `"8GiB"` or `"12GB/s"` that cannot be read."""
+
+
+class ChainError(LowtideError, ValueError):
+    """A chain, or a chain file, that is not well formed."""
+
+
+class ScheduleError(LowtideError, ValueError):
+    """A schedule that is not well formed, or that is illegal for its chain.
+
+    Attributes:
+        index: position of the offending operation in the list, where there is one.
+        operation: that operation in its file form, for instance `["forward", 3, "all"]`.
+    """
+
+    def __init__(self, message: str, *, index: int | None = None, operation: list[object] | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+        self.operation = operation
+
+
+class StrategyError(LowtideError, ValueError):
+    """An unknown strategy, or one that does not apply to what was asked."""
+
+
+class InfeasibleBudgetError(LowtideError):
+    """No schedule of the asked kind stays within the budget.
+
+    Attributes:
+        minimum_bytes: the smallest budget with which it works; one byte less does not.
+    """
+
+    def __init__(self, message: str, *, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class LowtideWarning(UserWarning):
+    """Something works, but slower or otherwise than asked; the message says what to do about it."""

@@ -1,0 +1,71 @@
+"""Reading and writing the JSON files of lowtide: size-checked, one-line refusals, atomic replacement."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowtide.errors import LowtideError
+
+# A chain of 10,000 stages is about 4 MB and a schedule of a million operations about 30 MB: what is larger is not ours.
+_LARGEST_FILE_BYTES = 256 * 2**20
+
+
+def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
+    """Return the JSON value in a file; whatever is wrong with it is one line of type `refuse`."""
+    path = Path(path)
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > _LARGEST_FILE_BYTES:
+            raise refuse(f"{path}: {num_bytes} bytes is more than any file of lowtide holds; is it the right file?")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise refuse(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise refuse(f"{path}: is not a JSON text; is it the right file?") from None
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise refuse(f"{path}: is nested too deeply to be a file of lowtide; is it the right file?") from None
+    except ValueError as error:
+        raise refuse(f"{path}: is not valid JSON ({error}); is it cut short?") from None
+
+
+def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write a JSON file so that at any moment the old file or the new one is there, whole."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file atomically: a temporary file beside it, flushed to disk, then renamed over it."""
+    path = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number that JSON knows")

@@ -1,0 +1,509 @@
+"""What a schedule would use: the only accountant of memory and time.
+
+Memory follows from the order of the operations alone. Time has three clocks, compute, device-to-host and host-to-device.
+Computations run one after the other. A copy starts when its channel is free and everything before it in the list has
+been computed. An operation that needs an arriving value, or that removes a leaving one, waits for that copy.
+
+| operation | needs on the device | peak while it runs | afterwards |
+| --- | --- | --- | --- |
+| forward k all | a[k-1] or abar[k-1] | stored + saved_bytes[k] + forward_extra[k] | + abar[k] |
+| forward k keep | a[k-1] or abar[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k] |
+| forward k drop | a[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k], - a[k-1] |
+| backward k | delta[k], abar[k], a[k-1] or abar[k-1] | stored + grad_bytes[k-1] + weight_grad[k] + backward_extra[k] |
++ delta[k-1], + weight_grad[k], - delta[k], - abar[k], - a[k-1] |
+| offload | the value | stored | a copy to the host is queued |
+| release | the value and a current host copy | stored | - the value, once that copy has ended |
+| prefetch | a host copy, and not the value | stored + the value | + the value; a copy from the host is queued |
+| await | the value | stored | the value has arrived |
+
+A schedule that manages weights is one period of a cycle: the same list is run round after round until the state at the
+seam repeats, and its time is the steady period.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from lowtide.chain import Chain, as_chain
+from lowtide.errors import ScheduleError
+from lowtide.schedule import (
+    Backward,
+    Forward,
+    Offload,
+    Operation,
+    Prefetch,
+    Release,
+    Schedule,
+    Value,
+    as_schedule,
+)
+from lowtide.units import parse_bandwidth
+
+# What the stored bytes consist of, in the order of `Step.stored_by_category`. "in flight" are values between an offload
+# and their release, or between a prefetch and their first use; "recomputed" is abar made by a repeated forward.
+CATEGORIES = ("base", "weights", "activations", "saved", "recomputed", "in flight", "gradients")
+_BASE, _WEIGHTS, _ACTIVATIONS, _SAVED, _RECOMPUTED, _IN_FLIGHT, _GRADIENTS = range(len(CATEGORIES))
+
+# A cycle of copies and computations settles within a few rounds; one that has not by then is averaged.
+_LARGEST_NUM_ROUNDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy between device and host, on the clock of its channel."""
+
+    index: int
+    """The operation that queued it."""
+    direction: str
+    """`"to host"` or `"to device"`."""
+    value: Value
+    num_bytes: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one operation did. For a computation, start to end is the computation itself, without waiting."""
+
+    index: int
+    operation: Operation
+    start_seconds: float
+    end_seconds: float
+    idle_seconds: float
+    """How long compute waited because of this operation, before it or (to let a value go) after it."""
+    waits_for: int | None
+    """The operation whose copy it waited for, where it waited."""
+    stored_before_bytes: int
+    peak_bytes: int
+    stored_after_bytes: int
+    stored_by_category: tuple[int, ...]
+    """The stored bytes afterwards, in the order of `CATEGORIES`."""
+    repeated: bool
+    """A forward of a stage that has run forward before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a schedule uses on a chain: totals, and every operation and copy for pictures.
+
+    For a schedule that manages weights, `seconds` is the steady period and the steps are those of the last simulated
+    round, with times from its beginning; a copy that crossed the seam may start before 0.
+    """
+
+    seconds: float
+    peak_bytes: int
+    idle_seconds: float
+    steps: tuple[Step, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def compute_seconds(self) -> float:
+        """The time of all computations."""
+        return math.fsum(
+            step.end_seconds - step.start_seconds
+            for step in self.steps
+            if isinstance(step.operation, Forward | Backward)
+        )
+
+    @property
+    def peak_index(self) -> int:
+        """The first operation that reaches the peak."""
+        return max(range(len(self.steps)), key=lambda index: self.steps[index].peak_bytes, default=0)
+
+    @property
+    def num_recomputed(self) -> int:
+        """How many forwards run again what has run before."""
+        return sum(step.repeated for step in self.steps)
+
+    @property
+    def moved_bytes(self) -> int:
+        """All bytes copied, both ways."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+
+def simulate(
+    chain: Chain | Mapping[str, Any],
+    schedule: Schedule | Mapping[str, Any],
+    *,
+    bandwidth: int | str | None = None,
+    duplex: bool = True,
+) -> Trace:
+    """Say what a schedule uses on a chain, or refuse it.
+
+    Args:
+        chain: the network, a `Chain` or its plain data.
+        schedule: what to do, a `Schedule` or its plain data.
+        bandwidth: bytes per second each way, for instance `"12GB/s"`; only a schedule without copies does without.
+        duplex: both directions at once; False: they share one channel.
+
+    Raises:
+        ScheduleError: where the schedule is illegal, with the operation's index, the operation and the reason.
+
+    Example:
+        >>> from lowtide import Chain, Stage, Schedule, Forward, Backward
+        >>> chain = Chain("one", [Stage("a", 1.0, 2.0, output_bytes=4, saved_bytes=6)], input_bytes=3)
+        >>> trace = simulate(chain, Schedule("by hand", [Forward(1, "all"), Backward(1)]))
+        >>> trace.seconds, trace.peak_bytes
+        (3.0, 13)
+    """
+    chain, schedule = as_chain(chain), as_schedule(schedule)
+    rate = None if bandwidth is None else parse_bandwidth(bandwidth)
+    machine = _Machine(chain, schedule, rate, duplex)
+    machine.run_round()
+    if not schedule.manages:
+        return machine.trace(machine.clock)
+    seams = [(0.0, _Machine(chain, schedule, rate, duplex).seam()), (machine.clock, machine.seam())]
+    period, known = machine.clock, False
+    while not known and len(seams) <= _LARGEST_NUM_ROUNDS:
+        machine.begin_round()
+        machine.run_round()
+        seam = machine.seam()
+        for earlier, (clock, other) in enumerate(seams):
+            if _same_seam(seam, other, tolerance=1e-9 * (machine.clock - clock)):
+                period = (machine.clock - clock) / (len(seams) - earlier)
+                known = True
+                break
+        seams.append((machine.clock, seam))
+    if not known:
+        half = len(seams) // 2
+        period = (seams[-1][0] - seams[half][0]) / (len(seams) - 1 - half)
+    return machine.trace(period)
+
+
+def _same_seam(one: dict[Any, float], other: dict[Any, float], tolerance: float) -> bool:
+    return one.keys() == other.keys() and all(abs(one[key] - other[key]) <= tolerance for key in one)
+
+
+class _Machine:
+    """The state of the device while a schedule runs: what is stored, what is under way, and the three clocks."""
+
+    def __init__(self, chain: Chain, schedule: Schedule, bandwidth: int | None, duplex: bool) -> None:
+        self.chain = chain
+        self.schedule = schedule
+        self.bandwidth = bandwidth
+        self.duplex = duplex
+        self.manages_weights = "w" in schedule.manages
+        if self.manages_weights and chain.grads_resident:
+            raise ScheduleError(
+                f"chain {chain.name!r} keeps its weight gradients (grads_resident), and the schedule manages weights, "
+                "which applies each update at once; accumulate in a chain without grads_resident"
+            )
+        self.clock = 0.0
+        self.channel_free = {"to host": 0.0, "to device": 0.0}
+        self.arriving: dict[Value, tuple[float, int]] = {}  # value -> end of its copy, the operation that queued it
+        self.leaving: dict[Value, tuple[float, int]] = {}
+        self.host: dict[Value, int] = dict.fromkeys(schedule.start.host, 0)  # value -> the variant of that copy
+        self.stored: dict[Value, int] = {}  # value -> bytes
+        self.category: dict[Value, int] = {}
+        self.by_category = [0] * len(CATEGORIES)
+        self.total = 0
+        self.variant: dict[int, int] = {}  # the variant of each abar on the device
+        for kind, k in schedule.start.device | schedule.start.host:
+            if k > chain.num_stages:
+                raise ScheduleError(f"start names {[kind, k]}, but the chain has {chain.num_stages} stages")
+        for value in schedule.start.device:
+            self._store(value, self._bytes_of(value))
+        self.begin_round()
+
+    # Rounds
+
+    def begin_round(self) -> None:
+        """Set up a new period: fresh activations, the same weights, clocks that go on."""
+        chain, manages = self.chain, self.schedule.manages
+        for kept in (self.stored, self.arriving, self.leaving, self.host):
+            for value in [value for value in kept if value[0] not in manages]:
+                del kept[value]
+        base = chain.base_bytes
+        for stage in chain.stages:
+            base += stage.weight_bytes if "w" not in manages else 0
+            base += stage.optimizer_bytes if "opt" not in manages else 0
+        resident = sum(stage.weight_grad_bytes for stage in chain.stages) if chain.grads_resident else 0
+        self.by_category = [base, *[0] * (len(CATEGORIES) - 2), resident]
+        self.category = {value: self.category[value] for value in self.stored}
+        for value, num_bytes in self.stored.items():
+            self.by_category[self.category[value]] += num_bytes
+        self.total = sum(self.by_category)
+        self._store(("a", 0), chain.input_bytes)
+        self._store(("delta", chain.num_stages), chain.gradient_bytes(chain.num_stages))
+        self.next_backward = chain.num_stages
+        self.has_run: set[int] = set()
+        self.round_start = self.clock
+        self.idle = 0.0
+        self.steps: list[Step] = []
+        self.copies: list[Copy] = []
+
+    def run_round(self) -> None:
+        """Run the whole list once."""
+        for index, operation in enumerate(self.schedule.operations):
+            self._run(index, operation)
+        if self.next_backward:
+            raise ScheduleError(f"the schedule ends before backward {self.next_backward} has run")
+        start, manages = self.schedule.start, self.schedule.manages
+        device = {value for value in self.stored if value[0] in manages}
+        host = {value for value in self.host if value[0] in manages}
+        for where, end, begin in (("device", device, start.device), ("host", host, start.host)):
+            for value in sorted(end ^ begin):
+                first, second = ("end", "start") if value in end else ("start", "end")
+                raise ScheduleError(
+                    f"a schedule that manages weights ends as it starts, but {list(value)} is on the {where} at its "
+                    f"{first} and not at its {second}"
+                )
+
+    def seam(self) -> dict[Any, float]:
+        """What crosses into the next round, in seconds from now."""
+        ahead: dict[Any, float] = {channel: max(0.0, free - self.clock) for channel, free in self.channel_free.items()}
+        for name, under_way in (("arriving", self.arriving), ("leaving", self.leaving)):
+            for value, (end, _) in under_way.items():
+                if value[0] in self.schedule.manages and end > self.clock:
+                    ahead[(name, value)] = end - self.clock
+        return ahead
+
+    def trace(self, seconds: float) -> Trace:
+        """The last round as a trace."""
+        if self.round_start:
+            shift = self.round_start
+            self.steps = [_shifted(step, shift) for step in self.steps]
+            self.copies = [_shifted(copy, shift) for copy in self.copies]
+        peak = max((step.peak_bytes for step in self.steps), default=self.total)
+        idle = self.idle if not self.schedule.manages else max(0.0, seconds - self._compute_seconds())
+        return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies))
+
+    def _compute_seconds(self) -> float:
+        return Trace(0.0, 0, 0.0, tuple(self.steps), ()).compute_seconds
+
+    # One operation
+
+    def _run(self, index: int, operation: Operation) -> None:
+        self.index, self.operation = index, operation
+        self.waited = 0.0
+        self.waits_for: int | None = None
+        self._check_stage(operation)
+        before = self.total
+        start = self.clock
+        repeated = False
+        if isinstance(operation, Forward):
+            repeated = operation.stage in self.has_run
+            start, end, peak = self._forward(operation, repeated)
+        elif isinstance(operation, Backward):
+            start, end, peak = self._backward(operation)
+        else:
+            if isinstance(operation, Offload):
+                self._offload(operation.value)
+            elif isinstance(operation, Release):
+                self._release(operation.value)
+            elif isinstance(operation, Prefetch):
+                self._prefetch(operation.value)
+            else:
+                self._await(operation.value)
+            end = self.clock
+            peak = max(before, self.total)
+        self.idle += self.waited
+        self.steps.append(
+            Step(
+                index,
+                operation,
+                start,
+                end,
+                self.waited,
+                self.waits_for,
+                before,
+                peak,
+                self.total,
+                tuple(self.by_category),
+                repeated,
+            )
+        )
+
+    def _forward(self, operation: Forward, repeated: bool) -> tuple[float, float, int]:
+        k, save = operation.stage, operation.save
+        stage = self.chain.stages[k - 1]
+        if operation.variant > len(stage.variants):
+            self._refuse(f"stage {k} has {stage.num_variants} variants, 0 to {stage.num_variants - 1}")
+        if save == "drop":
+            self._use(("a", k - 1))
+        else:
+            self._use_input(k)
+        if self.manages_weights:
+            self._use(("w", k))
+        made, num_bytes = ("a", k), stage.output_bytes
+        seconds, extra = stage.forward_seconds, stage.forward_extra_bytes
+        if save == "all":
+            way = stage.variant(operation.variant)
+            made, num_bytes = ("abar", k), way.saved_bytes
+            seconds, extra = way.forward_seconds, way.forward_extra_bytes
+        if made in self.stored:
+            self._refuse(f"{_named(made)} is stored already")
+        peak = self.total + num_bytes + extra
+        start = self.clock
+        self.clock = end = start + seconds
+        self._store(made, num_bytes, _RECOMPUTED if repeated and save == "all" else None)
+        if save == "all":
+            self.variant[k] = operation.variant
+            if self.host.get(made, operation.variant) != operation.variant:
+                del self.host[made]
+        elif save == "drop":
+            self._remove(("a", k - 1))
+        self.has_run.add(k)
+        return start, end, peak
+
+    def _backward(self, operation: Backward) -> tuple[float, float, int]:
+        k = operation.stage
+        if k != self.next_backward:
+            expected = f"backward {self.next_backward} comes next" if self.next_backward else "all have run"
+            self._refuse(f"backwards run once each, from the last stage to the first; {expected}")
+        stage = self.chain.stages[k - 1]
+        self._use(("abar", k))
+        self._use_input(k)
+        for kind in self.schedule.manages:
+            self._use((kind, k))
+        way = stage.variant(self.variant[k])
+        weight_grad = 0 if self.chain.grads_resident else stage.weight_grad_bytes
+        gradient = self.chain.gradient_bytes(k - 1)
+        peak = self.total + gradient + weight_grad + way.backward_extra_bytes
+        start = self.clock
+        self.clock = end = start + way.backward_seconds
+        self._store(("delta", k - 1), gradient)
+        if not self.manages_weights:
+            self.by_category[_GRADIENTS] += weight_grad
+            self.total += weight_grad
+        for value in (("delta", k), ("abar", k), ("a", k - 1)):
+            if value in self.stored:
+                self._remove(value)
+        for kind in self.schedule.manages:
+            self.host.pop((kind, k), None)
+        self.next_backward -= 1
+        return start, end, peak
+
+    def _offload(self, value: Value) -> None:
+        self._use(value)
+        self._move_to(value, _IN_FLIGHT)
+        end = self._copy("to host", value, self.stored[value])
+        self.leaving[value] = (end, self.index)
+        self.host[value] = self.variant.get(value[1], 0) if value[0] == "abar" else 0
+
+    def _release(self, value: Value) -> None:
+        self._use(value)
+        if value not in self.host:
+            self._refuse(f"{_named(value)} has no current copy on the host; offload it first")
+        self._remove(value)
+
+    def _prefetch(self, value: Value) -> None:
+        if value in self.stored:
+            self._refuse(f"{_named(value)} is on the device already")
+        if value not in self.host:
+            self._refuse(f"{_named(value)} has no current copy on the host to fetch")
+        if value[0] == "abar":
+            self.variant[value[1]] = self.host[value]
+        num_bytes = self._bytes_of(value)
+        self._store(value, num_bytes, _IN_FLIGHT)
+        self.arriving[value] = (self._copy("to device", value, num_bytes), self.index)
+
+    def _await(self, value: Value) -> None:
+        if value not in self.stored:
+            self._refuse(f"{_named(value)} is not on the device and not on its way; prefetch it first")
+        self._use(value)
+
+    # Pieces of operations
+
+    def _check_stage(self, operation: Operation) -> None:
+        if operation.stage > self.chain.num_stages:
+            self._refuse(f"the chain has {self.chain.num_stages} stages")
+        if not isinstance(operation, Forward | Backward):
+            kind = operation.kind
+            if kind in ("w", "opt") and kind not in self.schedule.manages:
+                self._refuse(f'the schedule does not manage "{kind}"')
+
+    def _use(self, value: Value) -> None:
+        """Need a value on the device; wait for it where it is still arriving."""
+        if value not in self.stored:
+            self._refuse(f"{_named(value)} is not on the device")
+        if value in self.arriving:
+            self._wait(*self.arriving.pop(value))
+        if self.category[value] == _IN_FLIGHT and value not in self.leaving:
+            self._move_to(value, _own_category(value))
+
+    def _use_input(self, k: int) -> None:
+        """Need a[k-1], by itself or inside abar[k-1], whichever is there first."""
+        present = [value for value in (("a", k - 1), ("abar", k - 1)) if value in self.stored]
+        if not present:
+            inside = f" nor {_named(('abar', k - 1))}" if k > 1 else ""
+            self._refuse(f"neither {_named(('a', k - 1))}{inside} is on the device")
+        self._use(min(present, key=lambda value: self.arriving.get(value, (0.0, 0))[0]))
+
+    def _wait(self, until: float, copied_by: int) -> None:
+        if until > self.clock:
+            self.waited += until - self.clock
+            self.waits_for = copied_by
+            self.clock = until
+
+    def _copy(self, direction: str, value: Value, num_bytes: int) -> float:
+        """Queue a copy and return its end."""
+        if not self.bandwidth:
+            self._refuse(f"a copy needs a bandwidth above 0, and {self.bandwidth or 'none'} was given")
+        start = max(self.channel_free[direction], self.clock)
+        end = start + num_bytes / self.bandwidth
+        for channel in self.channel_free if not self.duplex else (direction,):
+            self.channel_free[channel] = end
+        self.copies.append(Copy(self.index, direction, value, num_bytes, start, end))
+        return end
+
+    def _store(self, value: Value, num_bytes: int, category: int | None = None) -> None:
+        if category is None:
+            category = _own_category(value)
+        self.stored[value] = num_bytes
+        self.category[value] = category
+        self.by_category[category] += num_bytes
+        self.total += num_bytes
+
+    def _remove(self, value: Value) -> None:
+        """Let a value go from the device, once no copy reads or writes it any more."""
+        if value in self.leaving:
+            self._wait(*self.leaving.pop(value))
+        if value in self.arriving:
+            self._wait(*self.arriving.pop(value))
+        num_bytes = self.stored.pop(value)
+        self.by_category[self.category.pop(value)] -= num_bytes
+        self.total -= num_bytes
+
+    def _move_to(self, value: Value, category: int) -> None:
+        num_bytes = self.stored[value]
+        self.by_category[self.category[value]] -= num_bytes
+        self.by_category[category] += num_bytes
+        self.category[value] = category
+
+    def _bytes_of(self, value: Value) -> int:
+        kind, k = value
+        if kind == "a":
+            return self.chain.activation_bytes(k)
+        stage = self.chain.stages[k - 1]
+        if kind == "abar":
+            return stage.variant(self.variant.get(k, 0)).saved_bytes
+        return stage.weight_bytes if kind == "w" else stage.optimizer_bytes
+
+    def _refuse(self, reason: str) -> NoReturn:
+        listed = self.operation.to_list()
+        raise ScheduleError(f"operation {self.index}, {listed}: {reason}", index=self.index, operation=listed)
+
+
+_Timed = TypeVar("_Timed", Step, Copy)
+
+
+def _own_category(value: Value) -> int:
+    kind = value[0]
+    if kind == "a":
+        return _ACTIVATIONS
+    if kind == "abar":
+        return _SAVED
+    return _GRADIENTS if kind == "delta" else _WEIGHTS
+
+
+def _named(value: Value) -> str:
+    return f"{value[0]}[{value[1]}]"
+
+
+def _shifted(record: _Timed, seconds: float) -> _Timed:
+    return replace(record, start_seconds=record.start_seconds - seconds, end_seconds=record.end_seconds - seconds)

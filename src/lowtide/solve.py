@@ -1,0 +1,201 @@
+"""From a chain and a budget to a schedule: picks a strategy, and checks every answer with the simulator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowtide.chain import Chain, as_chain
+from lowtide.errors import InfeasibleBudgetError, StrategyError
+from lowtide.schedule import Predicted, Schedule
+from lowtide.simulate import Trace, simulate
+from lowtide.strategies.base import AUTO, REGISTRY, Answer, Entry, Problem, find
+from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What one strategy came to when `auto` tried it."""
+
+    strategy: str
+    seconds: float | None
+    """Its simulated time; None where it is infeasible."""
+    peak_bytes: int | None
+    minimum_bytes: int | None
+    """Where infeasible, the least budget with which it works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A schedule that the simulator has checked, and what it costs.
+
+    Attributes:
+        schedule: the operations, with the prediction inside.
+        trace: what the simulator saw.
+        strategy: the strategy that made the schedule; under `auto` the one that won.
+        memory_budget: the bytes that were allowed.
+        solve_seconds: how long solving took.
+        model_seconds: the time in the strategy's own model, where that differs from the simulator's.
+        lower_bound_seconds: no schedule of the strategy's class is faster, where such a bound is known.
+        candidates: under `auto`, every strategy that was tried.
+        details: further figures of the strategy, by name.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    strategy: str
+    memory_budget: int
+    bandwidth: int
+    solve_seconds: float
+    model_seconds: float | None
+    lower_bound_seconds: float | None
+    candidates: tuple[Candidate, ...]
+    details: Mapping[str, float | int | str]
+
+    @property
+    def seconds(self) -> float:
+        """The simulated time of one step."""
+        return self.trace.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """The simulated peak."""
+        return self.trace.peak_bytes
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long compute waits for copies."""
+        return self.trace.idle_seconds
+
+
+def solve(
+    chain: Chain | Mapping[str, Any],
+    *,
+    memory_budget: int | str,
+    strategy: str = AUTO,
+    bandwidth: int | str | None = None,
+    slots: int | None = None,
+    segments: int | None = None,
+    duplex: bool = True,
+    manage_weights: bool = True,
+    progress: Progress | None = None,
+) -> Solution:
+    """Compute a schedule that stays within a budget.
+
+    Args:
+        chain: the network, a `Chain` or its plain data.
+        memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
+        strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply.
+        bandwidth: bytes per second each way between device and host; None: nothing can be moved.
+        slots: how finely strategies that discretise memory do it; None: each one's default.
+        segments: for strategy `"segments"`, their number.
+        duplex: both directions at once.
+        manage_weights: whether `"auto"` may also move weights between device and host.
+        progress: called with the name of what is being tried and the share done, 0 to 1.
+
+    Raises:
+        InfeasibleBudgetError: with `minimum_bytes`, the least budget that works.
+        StrategyError: for an unknown strategy or a setting that it does not have.
+
+    Example:
+        >>> from lowtide import Chain, Stage
+        >>> chain = Chain("three", [Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in (1, 2, 3)])
+        >>> solve(chain, memory_budget=100, strategy="rotor").seconds
+        10.0
+    """
+    begin = time.perf_counter()
+    chain = as_chain(chain)
+    budget = parse_bytes(memory_budget)
+    rate = 0 if bandwidth is None else parse_bandwidth(bandwidth)
+    settings = {"slots": _checked_count("slots", slots), "segments": _checked_count("segments", segments)}
+    problem = Problem(chain, budget, rate, duplex, lambda s: simulate(chain, s, bandwidth=rate, duplex=duplex))
+    if strategy != AUTO:
+        entry = find(strategy)
+        if segments is not None and entry.name != "segments":
+            raise StrategyError(f"strategy {strategy!r} has no setting 'segments'; only 'segments' has")
+        answer, trace = _checked(entry, problem, settings)
+        return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, ())
+    candidates: list[Candidate] = []
+    best: tuple[Entry, Answer, Trace] | None = None
+    entries = applicable(chain, rate, manage_weights=manage_weights)
+    for tried, entry in enumerate(entries):
+        if progress is not None:
+            progress(entry.name, tried / len(entries))
+        try:
+            answer, trace = _checked(entry, problem, settings)
+        except InfeasibleBudgetError as error:
+            candidates.append(Candidate(entry.name, None, None, error.minimum_bytes))
+            continue
+        candidates.append(Candidate(entry.name, trace.seconds, trace.peak_bytes, None))
+        if best is None or (trace.seconds, trace.peak_bytes) < (best[2].seconds, best[2].peak_bytes):
+            best = (entry, answer, trace)
+    if best is None:
+        raise _nothing_fits(problem, candidates)
+    entry, answer, trace = best
+    return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, tuple(candidates))
+
+
+def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> list[Entry]:
+    """The strategies that make sense for a chain and a link, in the order of the table."""
+    has_weights = any(stage.weight_bytes for stage in chain.stages) and not chain.grads_resident
+    return [
+        entry
+        for entry in REGISTRY.values()
+        if (bandwidth or not entry.moves) and (not entry.manages_weights or (manage_weights and has_weights))
+    ]
+
+
+def _checked(entry: Entry, problem: Problem, settings: Mapping[str, int | None]) -> tuple[Answer, Trace]:
+    """A strategy's answer and what the simulator says of it; an answer above the budget never leaves here."""
+    answer = entry.make(**settings).plan(problem)
+    trace = simulate(problem.chain, answer.schedule, bandwidth=problem.bandwidth, duplex=problem.duplex)
+    if trace.peak_bytes > problem.memory_budget:
+        raise AssertionError(
+            f"strategy {entry.name!r} answered with a peak of {trace.peak_bytes} bytes for a budget of "
+            f"{problem.memory_budget}: a defect of lowtide"
+        )
+    return answer, trace
+
+
+def _solution(
+    name: str,
+    answer: Answer,
+    trace: Trace,
+    problem: Problem,
+    solve_seconds: float,
+    candidates: tuple[Candidate, ...],
+) -> Solution:
+    predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
+    return Solution(
+        schedule=replace(answer.schedule, strategy=name, predicted=predicted),
+        trace=trace,
+        strategy=name,
+        memory_budget=problem.memory_budget,
+        bandwidth=problem.bandwidth,
+        solve_seconds=solve_seconds,
+        model_seconds=answer.model_seconds,
+        lower_bound_seconds=answer.lower_bound_seconds,
+        candidates=candidates,
+        details=answer.details,
+    )
+
+
+def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> InfeasibleBudgetError:
+    least = min((c.minimum_bytes, c.strategy) for c in candidates if c.minimum_bytes is not None)
+    advice = "raise it" if problem.bandwidth else "raise it, or allow offloading by giving a bandwidth"
+    return InfeasibleBudgetError(
+        f"budget {format_bytes(problem.memory_budget)} ({problem.memory_budget} bytes) is below the "
+        f"{format_bytes(least[0])} ({least[0]} bytes) that chain {problem.chain.name!r} needs at the least, with "
+        f"strategy {least[1]!r}; {advice}",
+        minimum_bytes=least[0],
+    )
+
+
+def _checked_count(name: str, value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise StrategyError(f"{name} is {value!r}, expected a whole number from 1 up")
+    return value

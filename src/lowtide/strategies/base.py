@@ -1,0 +1,231 @@
+"""What a strategy is, what it is given, what it returns, and the table of all of them.
+
+A strategy is a frozen dataclass whose fields are its settings (`Rotor(slots=500)`). It knows no clock, prints nothing
+and does not simulate: one that must evaluate candidates calls `Problem.evaluate`, which it is handed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lowtide.chain import Chain
+from lowtide.errors import InfeasibleBudgetError, StrategyError
+from lowtide.schedule import Schedule
+from lowtide.units import format_bytes
+
+
+class Evaluation(Protocol):
+    """What the simulator says of a schedule; `lowtide.simulate.Trace` is one."""
+
+    @property
+    def seconds(self) -> float:
+        """The makespan, or the steady period."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device at once."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long compute waits for copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a strategy is to solve.
+
+    Args:
+        chain: the network.
+        memory_budget: bytes on the device, everything included.
+        bandwidth: bytes per second each way between device and host; 0 where nothing can be moved.
+        duplex: both directions at once.
+        evaluate: simulates a schedule of this chain at this bandwidth; raises ScheduleError where it is illegal.
+    """
+
+    chain: Chain
+    memory_budget: int
+    bandwidth: int
+    duplex: bool
+    evaluate: Callable[[Schedule], Evaluation]
+
+    def infeasible(self, strategy: str, minimum_bytes: int) -> InfeasibleBudgetError:
+        """The error for a budget below `minimum_bytes`, to be raised."""
+        return InfeasibleBudgetError(
+            f"budget {format_bytes(self.memory_budget)} ({self.memory_budget} bytes) is below the "
+            f"{format_bytes(minimum_bytes)} ({minimum_bytes} bytes) that strategy {strategy!r} needs for chain "
+            f"{self.chain.name!r}; raise it, or try another strategy",
+            minimum_bytes=minimum_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a strategy returns.
+
+    Args:
+        schedule: within the budget; the caller simulates it before anybody sees it.
+        model_seconds: the time in the strategy's own model, where that differs from the simulator's (pofo frees and
+            fetches memory bit by bit).
+        lower_bound_seconds: no schedule of the class that the strategy searches is faster than this, where it is known.
+        details: further figures, by name, for reports.
+    """
+
+    schedule: Schedule
+    model_seconds: float | None = None
+    lower_bound_seconds: float | None = None
+    details: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+class Strategy(Protocol):
+    """One algorithm with its settings."""
+
+    def plan(self, problem: Problem) -> Answer:
+        """Return the strategy's best schedule within the budget.
+
+        Raises:
+            InfeasibleBudgetError: where it has none; `minimum_bytes` is the least budget with which it has.
+        """
+
+    def minimum_bytes(self, problem: Problem) -> int:
+        """The smallest budget with which `plan` succeeds, exact to the byte; `problem.memory_budget` is not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the table of strategies; the algorithm's module is imported only when it is used."""
+
+    name: str
+    summary: str
+    paper: str
+    module: str
+    factory: str
+    moves: bool = False
+    """Moves values between device and host: needs a bandwidth."""
+    manages_weights: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, **settings: Any) -> Strategy:
+        """The strategy with these settings; one that is None, or that the strategy does not have, is left out."""
+        factory = getattr(importlib.import_module(self.module), self.factory)
+        known = {entry.name for entry in dataclasses.fields(factory)}
+        given = {name: value for name, value in settings.items() if value is not None and name in known}
+        strategy: Strategy = factory(**{**self.settings, **given})
+        return strategy
+
+
+_HERE = "lowtide.strategies"
+
+REGISTRY: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry("store-all", "keep everything, as plain training does", "-", f"{_HERE}.store_all", "StoreAll"),
+        Entry(
+            "segments",
+            "periodic checkpointing in K equal segments",
+            "Chen et al. 2016; rotor §5.3",
+            f"{_HERE}.segments",
+            "Segments",
+        ),
+        Entry("chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen"),
+        Entry(
+            "revolve",
+            "optimal in the automatic-differentiation model: saves only outputs",
+            "rotor §5.3",
+            f"{_HERE}.revolve",
+            "Revolve",
+        ),
+        Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
+        Entry(
+            "selection",
+            "least checkpoints plus largest segment",
+            "Hong §3, algorithm 3",
+            f"{_HERE}.selection",
+            "Selection",
+        ),
+        Entry(
+            "dynamic-selection",
+            "least peak in PyTorch's real behaviour",
+            "Hong §4, algorithms 5 and 6",
+            f"{_HERE}.dynamic_selection",
+            "DynamicSelection",
+        ),
+        Entry(
+            "offload",
+            "each computation once, the best choice of activations to move",
+            "pofo §5.2",
+            f"{_HERE}.offload",
+            "OffloadOnly",
+            moves=True,
+        ),
+        Entry(
+            "opportunist",
+            "recompute optimally, then move what idle links allow",
+            "pofo §5.1",
+            f"{_HERE}.opportunist",
+            "Opportunist",
+            moves=True,
+        ),
+        Entry(
+            "autocapper",
+            "the opportunist at the best of 40 reduced budgets",
+            "pofo §5.1",
+            f"{_HERE}.autocapper",
+            "Autocapper",
+            moves=True,
+        ),
+        Entry(
+            "pofo",
+            "the optimal combination of recomputation and offloading",
+            "pofo §4, appendix B",
+            f"{_HERE}.pofo",
+            "Pofo",
+            moves=True,
+        ),
+        Entry(
+            "weights-greedy",
+            "move weights too: greedy selection and scheduling",
+            "weights §5",
+            f"{_HERE}.weights_greedy",
+            "WeightsGreedy",
+            moves=True,
+            manages_weights=True,
+        ),
+        Entry(
+            "weights-greedy-nodiscount",
+            "the same, each fetch paid with an offload of its own",
+            "weights §7",
+            f"{_HERE}.weights_greedy",
+            "WeightsGreedy",
+            moves=True,
+            manages_weights=True,
+            settings={"discount": False},
+        ),
+        Entry(
+            "weights-l2l",
+            "layer to layer: one stage's weights at a time",
+            "weights §2, §7",
+            f"{_HERE}.weights_l2l",
+            "WeightsL2L",
+            moves=True,
+            manages_weights=True,
+        ),
+    )
+}
+
+AUTO = "auto"
+AUTO_SUMMARY = "the fastest feasible of all that apply, by simulation"
+
+
+def find(name: str) -> Entry:
+    """The entry of a strategy; a wrong name suggests the nearest."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    names = [*REGISTRY, AUTO]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    raise StrategyError(f"there is no strategy {name!r}; {hint}")

@@ -1,0 +1,29 @@
+"""`store-all`: every stage saves everything, as plain training does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.schedule import Backward, Forward, Schedule
+from lowtide.strategies.base import Answer, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAll:
+    """Each forward once with all it saves, then each backward: the fastest, and the most memory."""
+
+    def plan(self, problem: Problem) -> Answer:
+        """The one schedule of this strategy, where it fits."""
+        minimum = self.minimum_bytes(problem)
+        if problem.memory_budget < minimum:
+            raise problem.infeasible("store-all", minimum)
+        return Answer(_schedule(problem.chain.num_stages))
+
+    def minimum_bytes(self, problem: Problem) -> int:
+        """Its peak."""
+        return problem.evaluate(_schedule(problem.chain.num_stages)).peak_bytes
+
+
+def _schedule(num_stages: int) -> Schedule:
+    stages = range(1, num_stages + 1)
+    return Schedule("store-all", (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))))

@@ -1,0 +1,99 @@
+"""Bytes and bandwidths as people write them: the only place that parses or prints them.
+
+>>> parse_bytes("8GiB")
+8589934592
+>>> parse_bandwidth("12GB/s")
+12000000000
+>>> format_bytes(3 * 2**29)
+'1.50 GiB'
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from lowtide.errors import UnitError
+
+_FACTORS = {"B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _FACTORS[f"{_letter}B"] = 1000**_power
+    _FACTORS[f"{_letter}iB"] = 1024**_power
+_FACTORS["kB"] = 1000  # the SI spelling of the kilo prefix
+
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a number of bytes.
+
+    Args:
+        value: a whole number of bytes, or a string such as `"1234"`, `"8GiB"`, `"1.5GB"`, `"512MiB"`.
+
+    Returns:
+        Whole bytes; a fraction of a byte is cut off.
+
+    Raises:
+        UnitError: for anything else, a bare float included.
+    """
+    return _parse(value, suffix="", what="number of bytes", examples="1234, 8GiB, 8GB or 512MiB")
+
+
+def parse_bandwidth(value: int | str) -> int:
+    """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int."""
+    return _parse(value, suffix="/s", what="bandwidth", examples="12GB/s, 500MB/s or 800B/s")
+
+
+def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:
+    refusal = UnitError(f"{value!r} is not a {what}; write it like {examples}")
+    if isinstance(value, bool):
+        raise refusal
+    if isinstance(value, int):
+        if value < 0:
+            raise refusal
+        return value
+    if not isinstance(value, str):
+        raise refusal
+    text = value.strip()
+    if suffix and text.endswith(suffix):
+        text, has_suffix = text[: -len(suffix)], True
+    else:
+        has_suffix = False
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise refusal
+    number, unit = match.groups()
+    if not unit:
+        if "." in number or has_suffix:
+            raise refusal
+        return int(number)
+    if unit not in _FACTORS or (suffix and not has_suffix):
+        raise refusal
+    return int(Fraction(number) * _FACTORS[unit])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Print a number of bytes for people, in binary units: `'1.50 GiB'`, `'512 B'`."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if num_bytes >= 1023.995 * 1024 ** (power - 1):  # from here on it would print as 1024 of the smaller unit
+            return f"{num_bytes / 1024**power:.2f} {unit}"
+    return f"{num_bytes / 1024:.2f} KiB"
+
+
+def format_bandwidth(bytes_per_second: int) -> str:
+    """Print a bandwidth for people, in decimal units: `'12 GB/s'`."""
+    for unit, factor in (("GB/s", 10**9), ("MB/s", 10**6), ("kB/s", 10**3)):
+        if bytes_per_second >= factor:
+            return f"{bytes_per_second / factor:.4g} {unit}"
+    return f"{bytes_per_second} B/s"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration for people: `'1.25 s'`, `'62.1 ms'`, `'3.0 µs'`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
