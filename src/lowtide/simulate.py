@@ -1,6 +1,6 @@
 """What a schedule would use: the only accountant of memory and time.
 
-Memory follows from the order of the operations alone. Time has three clocks, compute, device-to-host and host-to-device.
+Memory follows from the order of the operations alone. Time has three clocks: compute, device-to-host, host-to-device.
 Computations run one after the other. A copy starts when its channel is free and everything before it in the list has
 been computed. An operation that needs an arriving value, or that removes a leaving one, waits for that copy.
 
