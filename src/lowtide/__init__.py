@@ -18,8 +18,9 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
-from lowtide.simulate import Trace, simulate
+from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
+from lowtide.trace import Trace
 
 __version__ = "0.1.0"
 

@@ -22,9 +22,8 @@ seam repeats, and its time is the steady period.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lowtide.chain import Chain, as_chain
@@ -40,89 +39,13 @@ from lowtide.schedule import (
     Value,
     as_schedule,
 )
+from lowtide.trace import CATEGORIES, Copy, Step, Trace
 from lowtide.units import parse_bandwidth
 
-# What the stored bytes consist of, in the order of `Step.stored_by_category`. "in flight" are values between an offload
-# and their release, or between a prefetch and their first use; "recomputed" is abar made by a repeated forward.
-CATEGORIES = ("base", "weights", "activations", "saved", "recomputed", "in flight", "gradients")
 _BASE, _WEIGHTS, _ACTIVATIONS, _SAVED, _RECOMPUTED, _IN_FLIGHT, _GRADIENTS = range(len(CATEGORIES))
 
 # A cycle of copies and computations settles within a few rounds; one that has not by then is averaged.
 _LARGEST_NUM_ROUNDS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One copy between device and host, on the clock of its channel."""
-
-    index: int
-    """The operation that queued it."""
-    direction: str
-    """`"to host"` or `"to device"`."""
-    value: Value
-    num_bytes: int
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one operation did. For a computation, start to end is the computation itself, without waiting."""
-
-    index: int
-    operation: Operation
-    start_seconds: float
-    end_seconds: float
-    idle_seconds: float
-    """How long compute waited because of this operation, before it or (to let a value go) after it."""
-    waits_for: int | None
-    """The operation whose copy it waited for, where it waited."""
-    stored_before_bytes: int
-    peak_bytes: int
-    stored_after_bytes: int
-    stored_by_category: tuple[int, ...]
-    """The stored bytes afterwards, in the order of `CATEGORIES`."""
-    repeated: bool
-    """A forward of a stage that has run forward before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a schedule uses on a chain: totals, and every operation and copy for pictures.
-
-    For a schedule that manages weights, `seconds` is the steady period and the steps are those of the last simulated
-    round, with times from its beginning; a copy that crossed the seam may start before 0.
-    """
-
-    seconds: float
-    peak_bytes: int
-    idle_seconds: float
-    steps: tuple[Step, ...]
-    copies: tuple[Copy, ...]
-
-    @property
-    def compute_seconds(self) -> float:
-        """The time of all computations."""
-        return math.fsum(
-            step.end_seconds - step.start_seconds
-            for step in self.steps
-            if isinstance(step.operation, Forward | Backward)
-        )
-
-    @property
-    def peak_index(self) -> int:
-        """The first operation that reaches the peak."""
-        return max(range(len(self.steps)), key=lambda index: self.steps[index].peak_bytes, default=0)
-
-    @property
-    def num_recomputed(self) -> int:
-        """How many forwards run again what has run before."""
-        return sum(step.repeated for step in self.steps)
-
-    @property
-    def moved_bytes(self) -> int:
-        """All bytes copied, both ways."""
-        return sum(copy.num_bytes for copy in self.copies)
 
 
 def simulate(

@@ -10,8 +10,9 @@ from typing import Any
 from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Predicted, Schedule
-from lowtide.simulate import Trace, simulate
+from lowtide.simulate import simulate
 from lowtide.strategies.base import AUTO, REGISTRY, Answer, Entry, Problem, find
+from lowtide.trace import Trace
 from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
 
 Progress = Callable[[str, float], None]
