@@ -100,18 +100,9 @@ class Stage:
         """How many ways there are to run the stage for backward, its own included."""
         return 1 + len(self.variants)
 
-    def variant(self, index: int) -> Variant:
-        """Variant `index`; 0 is the stage's own fields."""
-        if index:
-            return self.variants[index - 1]
-        return Variant(
-            "",
-            self.forward_seconds,
-            self.backward_seconds,
-            self.saved_bytes,
-            self.forward_extra_bytes,
-            self.backward_extra_bytes,
-        )
+    def variant(self, index: int) -> Stage | Variant:
+        """Variant `index`; 0 is the stage itself, which has the same fields."""
+        return self.variants[index - 1] if index else self
 
     def to_dict(self) -> dict[str, Any]:
         """The stage as it stands in a chain file."""
