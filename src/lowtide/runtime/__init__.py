@@ -1,0 +1,1 @@
+"""Everything that touches torch: capture, measuring, and running a schedule inside autograd."""

@@ -1,0 +1,148 @@
+"""How a model's forward is cut into stages: the contract between capture, measuring and the executor.
+
+A *unit* is one call of one submodule during one forward of the model: `Unit("layer1.0.conv1", 0)` is the first call of
+`model.get_submodule("layer1.0.conv1")`. Units never lie inside one another. A *stage* is a run of consecutive units in
+the order in which they are called.
+
+*Glue* is what the code of the modules around the units does between them: views, residual sums, `F.relu`, a loss inside
+the model's own `forward`. Glue belongs to the stage of the unit that follows it, but
+
+- glue before the first unit belongs to the first stage,
+- glue after the last unit belongs to the last stage, and
+- where a stage says `trailing_glue`, the glue between its last unit and the first unit of the next stage is its own.
+  So a transformer block whose residual sums are glue can be cut between attention and MLP: the cut lies after the sum.
+
+What crosses the boundary after stage k are the tensors that stages 1..k made and that a later stage, or the caller as
+part of the model's output, reads. Parameters, buffers and tensors that the caller handed in do not count: they are
+there anyway.
+
+- a[k], the *activation*, is what stage k made and stage k+1 alone reads. Capture promises that it holds at most one
+  tensor through which gradients flow (it may be none: the encoder's output before a decoder is held).
+- Every other tensor that crosses (made before stage k, or read by any other stage than k+1) is *held*: it stays from
+  its making to the end of the step, on top of the chain. Masks, rotary tables, an encoder's output, the features of a
+  dense block are held; their bytes, and those of their gradients, are in `base_bytes`.
+
+Which tensors these are follows from the run itself: whoever watches it sees what is made and read where. Capture also
+promises that no tensor is changed in place by a later stage than the one that made it, and that no unit writes into the
+arguments that it is given (lists and dicts excepted: those are rebuilt whenever a stage is run again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Unit:
+    """One call of a submodule: the `occurrence`-th (from 0) of `model.get_submodule(path)` in one forward."""
+
+    path: str
+    occurrence: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}#{self.occurrence}" if self.occurrence else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Consecutive units that make one stage.
+
+    Args:
+        name: for people; unique within the split.
+        units: at least one, in the order of their calls.
+        trailing_glue: whether the glue up to the next stage's first unit belongs to this stage.
+        kind: stages with the same kind run the same code on the same shapes (24 equal transformer blocks): measuring
+            one of them is measuring all. Empty: like no other.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    trailing_glue: bool = False
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.units:
+            raise ValueError(f"stage {self.name!r} has no units")
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model cut into stages.
+
+    Args:
+        stages: stage 1 first.
+        call_keywords: keyword arguments that are added to each call of the model while it runs in stages, where the
+            caller does not give them (`use_cache=False`: a cache of keys and values would keep what is to be let go).
+        held_bytes: the tensors held on top of the chain, each storage once.
+        activation_bytes: all that the forward saves for backward, each storage once, without parameters and buffers.
+        notes: what people should know of this split, one sentence each.
+    """
+
+    stages: tuple[StageSplit, ...]
+    call_keywords: Mapping[str, Any] = field(default_factory=dict)
+    held_bytes: int = 0
+    activation_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a split has at least one stage")
+        if len({stage.name for stage in self.stages}) != len(self.stages):
+            raise ValueError("two stages of a split have the same name")
+        if len(set(self.units)) != len(self.units):
+            raise ValueError("a unit belongs to two stages")
+
+    @property
+    def num_stages(self) -> int:
+        """n, the number of stages."""
+        return len(self.stages)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units in the order of their calls."""
+        return tuple(unit for stage in self.stages for unit in stage.units)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The submodules that are called as units, each once."""
+        return tuple(dict.fromkeys(unit.path for unit in self.units))
+
+    def stage_of(self) -> dict[Unit, int]:
+        """The stage, counted from 1, of each unit."""
+        return {unit: k for k, stage in enumerate(self.stages, start=1) for unit in stage.units}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The split as plain data."""
+        return {
+            "stages": [
+                {
+                    "name": stage.name,
+                    "units": [[unit.path, unit.occurrence] for unit in stage.units],
+                    "trailing_glue": stage.trailing_glue,
+                    "kind": stage.kind,
+                }
+                for stage in self.stages
+            ],
+            "call_keywords": dict(self.call_keywords),
+            "held_bytes": self.held_bytes,
+            "activation_bytes": self.activation_bytes,
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Split:
+        """The inverse of `to_dict`."""
+        stages = tuple(
+            StageSplit(
+                entry["name"],
+                tuple(Unit(path, occurrence) for path, occurrence in entry["units"]),
+                entry["trailing_glue"],
+                entry["kind"],
+            )
+            for entry in values["stages"]
+        )
+        return cls(
+            stages, values["call_keywords"], values["held_bytes"], values["activation_bytes"], tuple(values["notes"])
+        )
