@@ -158,6 +158,7 @@ class _Machine:
         self.idle = 0.0
         self.steps: list[Step] = []
         self.copies: list[Copy] = []
+        self.held: tuple[int, ...] = ()  # the bytes by category at the peak of the operation under way
 
     def run_round(self) -> None:
         """Run the whole list once."""
@@ -224,6 +225,8 @@ class _Machine:
                 self._await(operation.value)
             end = self.clock
             peak = max(before, self.total)
+            if not isinstance(operation, Release):
+                self.held = tuple(self.by_category)
         self.idle += self.waited
         self.steps.append(
             Step(
@@ -237,6 +240,7 @@ class _Machine:
                 peak,
                 self.total,
                 tuple(self.by_category),
+                self.held,
                 repeated,
             )
         )
@@ -264,6 +268,7 @@ class _Machine:
         start = self.clock
         self.clock = end = start + seconds
         self._store(made, num_bytes, _RECOMPUTED if repeated and save == "all" else None)
+        self.held = tuple(self.by_category)
         if save == "all":
             self.variant[k] = operation.variant
             if self.host.get(made, operation.variant) != operation.variant:
@@ -293,6 +298,7 @@ class _Machine:
         if not self.manages_weights:
             self.by_category[_GRADIENTS] += weight_grad
             self.total += weight_grad
+        self.held = tuple(self.by_category)
         for value in (("delta", k), ("abar", k), ("a", k - 1)):
             if value in self.stored:
                 self._remove(value)
@@ -312,6 +318,7 @@ class _Machine:
         self._use(value)
         if value not in self.host:
             self._refuse(f"{_named(value)} has no current copy on the host; offload it first")
+        self.held = tuple(self.by_category)
         self._remove(value)
 
     def _prefetch(self, value: Value) -> None:

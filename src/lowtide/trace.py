@@ -43,8 +43,15 @@ class Step:
     stored_after_bytes: int
     stored_by_category: tuple[int, ...]
     """The stored bytes afterwards, in the order of `CATEGORIES`."""
+    peak_by_category: tuple[int, ...]
+    """What is stored at the peak, in the same order; what is missing to `peak_bytes` is transient."""
     repeated: bool
     """A forward of a stage that has run forward before."""
+
+    @property
+    def transient_bytes(self) -> int:
+        """What the operation uses while it runs, beyond its inputs and outputs."""
+        return self.peak_bytes - sum(self.peak_by_category)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,81 @@
+"""Chains and schedules made by hand: pictures can be checked against what they are known to hold."""
+
+from __future__ import annotations
+
+from lowtide import Await, Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage
+
+MIB = 2**20
+
+
+def small_chain() -> Chain:
+    """Four stages with every kind of byte that a chain knows."""
+    stages = [
+        Stage("stem", 1e-3, 2e-3, output_bytes=8 * MIB, saved_bytes=20 * MIB, forward_extra_bytes=3 * MIB),
+        Stage("block.1", 2e-3, 4e-3, output_bytes=8 * MIB, saved_bytes=30 * MIB, weight_bytes=2 * MIB),
+        Stage("block.2", 2e-3, 4e-3, output_bytes=8 * MIB, saved_bytes=30 * MIB, backward_extra_bytes=5 * MIB),
+        Stage("head", 1e-3, 1e-3, output_bytes=1 * MIB, saved_bytes=1 * MIB, weight_bytes=MIB, optimizer_bytes=MIB),
+    ]
+    return Chain("small", stages, input_bytes=4 * MIB, base_bytes=MIB)
+
+
+def recomputing_schedule() -> Schedule:
+    """Keeps a[0] and what stages 3 and 4 save, and runs stages 1 and 2 again."""
+    forward = [Forward(1, "keep"), Forward(2, "drop"), Forward(3, "all"), Forward(4, "all")]
+    backward = [Backward(4), Backward(3), Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)]
+    return Schedule("by hand", [*forward, *backward])
+
+
+def moving_schedule() -> Schedule:
+    """Each computation once; abar[1] goes to the host and comes back too late, so that compute waits for it."""
+    return Schedule(
+        "by hand",
+        [
+            Forward(1, "all"),
+            Forward(2, "all"),
+            Offload("abar", 1),
+            Forward(3, "all"),
+            Release("abar", 1),
+            Forward(4, "all"),
+            Backward(4),
+            Backward(3),
+            Prefetch("abar", 1),
+            Await("abar", 1),
+            Backward(2),
+            Backward(1),
+        ],
+    )
+
+
+def deep_chain(num_stages: int = 339) -> Chain:
+    """A residual network's shape: sizes halve four times, times and bytes differ a little from stage to stage."""
+    stages = []
+    for k in range(1, num_stages + 1):
+        level = 4 * (k - 1) // num_stages
+        output = (64 * MIB >> level) + 4096 * (k % 7)
+        stages.append(
+            Stage(
+                f"layer{level + 1}.{k}",
+                (1.0 + 0.1 * (k % 5)) * 1e-3,
+                (2.1 + 0.2 * (k % 3)) * 1e-3,
+                output_bytes=output,
+                saved_bytes=4 * output + 8192 * (k % 11),
+                forward_extra_bytes=output // 2,
+                backward_extra_bytes=output,
+                weight_bytes=MIB << level,
+            )
+        )
+    return Chain(f"residual network, {num_stages} stages", stages, input_bytes=12 * MIB, base_bytes=300 * MIB)
+
+
+def periodic_schedule(num_stages: int, segment: int) -> Schedule:
+    """Periodic checkpointing: each segment but the last runs twice."""
+    operations: list[Forward | Backward] = []
+    starts = list(range(1, num_stages + 1, segment))
+    for start in starts[:-1]:
+        operations.append(Forward(start, "keep"))
+        operations.extend(Forward(k, "drop") for k in range(start + 1, start + segment))
+    for start in reversed(starts):
+        stages = range(start, min(start + segment, num_stages + 1))
+        operations.extend(Forward(k, "all") for k in stages)
+        operations.extend(Backward(k) for k in reversed(stages))
+    return Schedule("by hand", operations)
