@@ -1,0 +1,235 @@
+"""How many bytes the tensors of a device use, now and at most.
+
+On CUDA the figures are the caching allocator's own. On the CPU there is no such allocator: there every operation is
+watched, each storage is counted once from the moment it is made until the last tensor, saved or not, lets it go, and
+the figures are the same to the byte in each run. What a kernel takes and gives back inside itself is not seen there.
+
+    with Meter("cpu") as meter:
+        loss(model(x), y).backward()
+    print(meter.peak_bytes, meter.live_bytes)
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+# Storages that live in main memory but stand for another tier, for instance a mapped file.
+_excluded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+
+def exclude(tensor: torch.Tensor) -> torch.Tensor:
+    """Never count this tensor's storage on the CPU: it stands for another tier (a mapped file). Returns the tensor."""
+    _excluded.add(tensor.untyped_storage())
+    return tensor
+
+
+class _Account(Protocol):
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+    def live_bytes(self) -> int: ...
+    def peak_bytes(self) -> int: ...
+    def reset_peak(self) -> None: ...
+
+
+class Meter:
+    """Live and peak bytes of all tensors on a device, those from before included; meters may be nested.
+
+    Args:
+        device: `"cpu"`, `"cuda"`, `"cuda:1"` or a `torch.device`.
+
+    After the `with` block the figures are those of its end.
+
+    Example:
+        >>> with Meter("cpu") as meter:
+        ...     x = torch.zeros(1000)
+        >>> meter.peak_bytes - meter.start_bytes
+        4000
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu and cuda")
+        self._account: _Account = _CudaAccount(self.device) if self.device.type == "cuda" else _CpuAccount()
+        self._final: tuple[int, int] | None = None
+        self.start_bytes = 0
+        """Live bytes at the beginning of the `with` block."""
+
+    def __enter__(self) -> Meter:
+        self._final = None
+        self._account.open()
+        self.start_bytes = self._account.live_bytes()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._final = (self._account.live_bytes(), self._account.peak_bytes())
+        self._account.close()
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all live tensors now, each storage once."""
+        return self._account.live_bytes() if self._final is None else self._final[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were live at once since the beginning, or since `reset_peak`."""
+        return self._account.peak_bytes() if self._final is None else self._final[1]
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is live now."""
+        self._account.reset_peak()
+
+
+class _CudaAccount:
+    """The allocator keeps one peak for all: each reset first hands it to every open meter of the device."""
+
+    _open: list[_CudaAccount] = []  # noqa: RUF012  # shared by all on purpose
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._seen_bytes = 0
+
+    def open(self) -> None:
+        self._open.append(self)
+        self.reset_peak()
+
+    def close(self) -> None:
+        self._open.remove(self)
+
+    def live_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return max(self._seen_bytes, torch.cuda.max_memory_allocated(self._device))
+
+    def reset_peak(self) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        for account in self._open:
+            if account._device == self._device:
+                account._seen_bytes = max(account._seen_bytes, peak)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._seen_bytes = self.live_bytes()
+
+
+class _CpuAccount(TorchDispatchMode):
+    """Counts every storage that an operation of this thread shows, until the storage dies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.RLock()  # storages may die in any thread
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._live_bytes = 0
+        self._peak_bytes = 0
+
+    def open(self) -> None:
+        for tensor in _existing_tensors():
+            self._see(tensor)
+        self.reset_peak()
+        _watch_resize(self._resized)
+        super().__enter__()
+
+    def close(self) -> None:
+        super().__exit__(None, None, None)
+        _unwatch_resize(self._resized)
+        with self._lock:
+            self._known.clear()
+
+    def live_bytes(self) -> int:
+        return self._live_bytes
+
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        self._peak_bytes = self._live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for value in tree_iter((args, kwargs, out)):  # arguments too: from_numpy and other threads show up only here
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or _has_no_memory(tensor):
+            return
+        self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        with self._lock:
+            entry = self._known.get(key)
+            if entry is not None and entry[1] == num_bytes:
+                return
+            if entry is None:
+                if storage in _excluded:
+                    return
+                reference = weakref.ref(storage, lambda _: self._forget(key))
+                entry = (reference, 0)
+            self._known[key] = (entry[0], num_bytes)
+            self._live_bytes += num_bytes - entry[1]
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            entry = self._known.pop(key, None)
+            if entry is not None:
+                self._live_bytes -= entry[1]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "cpu" and storage._cdata in self._known:
+            self._count(storage)
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Wrappers around other tensors, and tensors of a tracer: what they stand for is counted by itself."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    fake = torch._subclasses.FakeTensor
+    return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, fake) or torch._is_functional_tensor(tensor)
+
+
+def _existing_tensors() -> Iterable[torch.Tensor]:
+    """All tensors that Python holds, with their gradients."""
+    for value in gc.get_objects():
+        # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
+        if issubclass(type(value), torch.Tensor):
+            yield value
+            if not _has_no_memory(value) and value.is_leaf and value.grad is not None:
+                yield value.grad
+
+
+# Storages are also resized directly, past the dispatcher (that is how FSDP frees and refills a parameter). The method
+# is replaced while a meter is open.
+_resize_watchers: list[Callable[[torch.UntypedStorage], None]] = []
+_plain_resize = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _plain_resize(storage, size)
+    for watcher in _resize_watchers:
+        watcher(storage)
+    return result
+
+
+def _watch_resize(watcher: Callable[[torch.UntypedStorage], None]) -> None:
+    _resize_watchers.append(watcher)
+    torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+
+
+def _unwatch_resize(watcher: Callable[[torch.UntypedStorage], None]) -> None:
+    _resize_watchers.remove(watcher)
+    if not _resize_watchers:
+        torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]

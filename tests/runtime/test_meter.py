@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from lowtide.runtime.meter import Meter, exclude
+
+
+def test_each_storage_counts_once_and_until_it_dies() -> None:
+    before = torch.zeros(100)
+    with Meter("cpu") as meter:
+        start = meter.live_bytes
+        x = torch.zeros(1000)
+        views = [x.view(10, 100), x[3:], x.t()]
+        assert meter.live_bytes - start == 4000
+        del x
+        assert meter.live_bytes - start == 4000
+        del views
+        assert meter.live_bytes == start
+        assert meter.peak_bytes - start == 4000
+        before = before * 2
+        assert meter.live_bytes == start
+        assert meter.peak_bytes - start == 4000
+    assert meter.start_bytes == start
+    assert before.numel() == 100
+
+
+def test_what_autograd_saves_is_live_until_backward() -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    x = torch.ones(32, 64)
+    with Meter("cpu") as meter:
+        loss = (x @ weight).exp().sum()
+        assert meter.live_bytes - meter.start_bytes == 32 * 64 * 4 + 4  # exp saves its output
+        loss.backward()
+        # the gradient of exp's output is expanded from one number; mul makes a new one, and the result of exp goes
+        assert meter.live_bytes - meter.start_bytes == 64 * 64 * 4 + 4
+        assert meter.peak_bytes - meter.start_bytes >= 2 * 32 * 64 * 4 + 4
+
+
+def test_figures_are_the_same_in_each_run() -> None:
+    def step() -> tuple[int, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten())
+        optimizer = torch.optim.Adam(model.parameters())
+        with Meter("cpu") as meter:
+            model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+            optimizer.step()
+        return meter.peak_bytes - meter.start_bytes, meter.live_bytes - meter.start_bytes
+
+    step()  # torch makes and keeps a few tensors the first time
+    assert step() == step()
+
+
+def test_peak_can_start_again() -> None:
+    with Meter("cpu") as meter:
+        start = meter.live_bytes
+        torch.zeros(1000)
+        assert meter.peak_bytes == start + 4000
+        meter.reset_peak()
+        assert meter.peak_bytes == start
+        torch.zeros(10)
+        assert meter.peak_bytes == start + 40
+
+
+def test_resized_storages() -> None:
+    plain = torch.UntypedStorage.resize_
+    with Meter("cpu") as meter:
+        start = meter.live_bytes
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        assert meter.live_bytes == start
+        x.untyped_storage().resize_(8000)
+        assert meter.live_bytes == start + 8000
+        y = torch.zeros(1).resize_(10)
+        assert meter.live_bytes == start + 8000 + y.untyped_storage().nbytes()
+        del x
+    assert torch.UntypedStorage.resize_ is plain
+
+
+def test_nested_meters() -> None:
+    with Meter("cpu") as outer:
+        start = outer.live_bytes
+        x = torch.zeros(1000)
+        with Meter("cpu") as inner:
+            assert inner.start_bytes == start + 4000
+            torch.zeros(500)
+        torch.zeros(100)
+        assert inner.peak_bytes == start + 6000
+        assert outer.peak_bytes == start + 6000
+        del x
+        assert outer.live_bytes == start
+
+
+def test_memory_from_elsewhere_is_seen_when_it_is_used_and_can_be_excluded() -> None:
+    with Meter("cpu") as meter:
+        start = meter.live_bytes
+        x = torch.from_numpy(numpy.ones(100, dtype=numpy.float32))
+        assert meter.live_bytes == start + 400
+        y = exclude(torch.frombuffer(bytearray(400), dtype=torch.float32))
+        z = y + x
+        assert meter.live_bytes == start + 800
+        del z
+
+
+def test_existing_gradients_are_counted() -> None:
+    parameter = nn.Parameter(torch.ones(1000))
+    with Meter("cpu") as meter:
+        without = meter.live_bytes
+    parameter.sum().backward()
+    with Meter("cpu") as meter:
+        assert meter.live_bytes - without == 4000
+
+
+def test_an_exception_closes_the_meter() -> None:
+    plain = torch.UntypedStorage.resize_
+    meter = Meter("cpu")
+    with pytest.raises(RuntimeError, match="size"), meter:
+        torch.zeros(1000) + torch.zeros(1001)
+    assert meter.peak_bytes - meter.start_bytes == 8004
+    assert torch.UntypedStorage.resize_ is plain
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="meta"):
+        Meter("meta")
