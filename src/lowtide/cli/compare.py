@@ -1,0 +1,162 @@
+"""`lowtide compare`: all strategies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.chain import Chain
+from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
+from lowtide.cli.output import print_json, print_table
+from lowtide.cli.progress import DelayedProgress
+from lowtide.compare import BudgetComparison, Comparison, Outcome, compare
+from lowtide.units import format_bandwidth, format_bytes, format_seconds
+
+Memory = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--memory",
+        metavar="BYTES",
+        help="A budget, such as 8GiB; give it several times. Default: five, from the least feasible to store-all.",
+        show_default=False,
+    ),
+]
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help="Compare only these; give it several times. Default: all that apply.",
+        show_default=False,
+    ),
+]
+
+# The width that a terminal has at the least.
+_NUM_COLUMNS = 80
+
+EXAMPLES = (
+    "lowtide compare chain.json",
+    "lowtide compare chain.json --memory 4GiB --memory 6GiB --bandwidth 12GB/s",
+    "lowtide compare chain.json --strategy rotor --strategy chen --json",
+)
+
+
+def command(
+    chain_file: ChainFile,
+    memory: Memory = None,
+    strategy: Strategies = None,
+    bandwidth: Bandwidth = None,
+    slots: Slots = None,
+    half_duplex: HalfDuplex = False,
+    json: Json = False,
+) -> None:
+    """Show for each budget what each strategy costs, relative to store-all.
+
+    The best of each budget is marked; where a strategy does not fit, the least memory that it needs is shown.
+    """
+    budgets = [bytes_option("--memory", text) for text in memory or ()]
+    rate = bandwidth_option(bandwidth)
+    chain = Chain.load(chain_file)
+    with DelayedProgress() as progress:
+        comparison = compare(
+            chain,
+            memory_budgets=budgets,
+            strategies=strategy or (),
+            bandwidth=rate,
+            slots=slots,
+            duplex=not half_duplex,
+            progress=progress,
+        )
+    if json:
+        print_json(_values(comparison))
+    else:
+        _print(comparison)
+
+
+def _values(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "chain": comparison.chain.name,
+        "num_stages": comparison.chain.num_stages,
+        "bandwidth": comparison.bandwidth,
+        "store_all_seconds": comparison.store_all_seconds,
+        "store_all_bytes": comparison.store_all_bytes,
+        "budgets": [_budget_values(budget, comparison.store_all_seconds) for budget in comparison.budgets],
+    }
+
+
+def _budget_values(budget: BudgetComparison, store_all_seconds: float) -> dict[str, Any]:
+    best = budget.best
+    return {
+        "memory_budget": budget.memory_budget,
+        "best": best.strategy if best is not None else None,
+        "strategies": [
+            {
+                "strategy": outcome.strategy,
+                "feasible": outcome.feasible,
+                "seconds": outcome.seconds,
+                "relative": _relative(outcome, store_all_seconds),
+                "peak_bytes": outcome.peak_bytes,
+                "idle_seconds": outcome.idle_seconds,
+                "solve_seconds": outcome.solve_seconds,
+                "minimum_bytes": outcome.minimum_bytes,
+            }
+            for outcome in budget.outcomes
+        ],
+    }
+
+
+def _relative(outcome: Outcome, store_all_seconds: float) -> float | None:
+    """The time against plain training; None where it does not fit or plain training takes no time."""
+    if outcome.seconds is None or not store_all_seconds:
+        return None
+    return outcome.seconds / store_all_seconds
+
+
+def _print(comparison: Comparison) -> None:
+    chain = comparison.chain
+    link = f", link {format_bandwidth(comparison.bandwidth)}" if comparison.bandwidth else ""
+    print(f"{chain.name}, {chain.num_stages} stages{link}")
+    print(
+        f"store-all: {format_seconds(comparison.store_all_seconds)} a step, {format_bytes(comparison.store_all_bytes)}"
+    )
+    names = [outcome.strategy for outcome in comparison.budgets[0].outcomes]
+    columns = [_column(budget, comparison.store_all_seconds) for budget in comparison.budgets]
+    for part in _parts(max(len("strategy"), *map(len, names)), columns):
+        print()
+        print_table(
+            ("strategy", *(heading for heading, _ in part)),
+            [(name, *(cells[row] for _, cells in part)) for row, name in enumerate(names)],
+        )
+    print()
+    print("time relative to store-all, by budget; * the fastest; (least memory) where it does not fit")
+
+
+def _column(budget: BudgetComparison, store_all_seconds: float) -> tuple[str, list[str]]:
+    best = budget.best
+    return format_bytes(budget.memory_budget), [
+        _cell(outcome, store_all_seconds, marked=outcome is best) for outcome in budget.outcomes
+    ]
+
+
+def _cell(outcome: Outcome, store_all_seconds: float, *, marked: bool) -> str:
+    if outcome.seconds is None:
+        return f"({format_bytes(outcome.minimum_bytes)})"
+    ratio = _relative(outcome, store_all_seconds)
+    text = f"{ratio:.3f}" if ratio is not None else format_seconds(outcome.seconds)
+    return f"{'*' if marked else ''}{text} "  # the blank stands under the parenthesis of the others
+
+
+def _parts(name_width: int, columns: Sequence[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
+    """The columns in groups, each of which fits a terminal's width beside the names."""
+    groups: list[list[tuple[str, list[str]]]] = [[]]
+    used = name_width
+    for heading, cells in columns:
+        width = 2 + max(len(heading), *map(len, cells))
+        if groups[-1] and used + width > _NUM_COLUMNS:
+            groups.append([])
+            used = name_width
+        groups[-1].append((heading, cells))
+        used += width
+    return groups

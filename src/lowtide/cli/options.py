@@ -1,0 +1,54 @@
+"""Arguments and options that several subcommands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from lowtide.errors import UnitError
+from lowtide.units import parse_bandwidth, parse_bytes
+
+ChainFile = Annotated[str, typer.Argument(metavar="CHAIN.json", help="The network: a chain file.", show_default=False)]
+
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="BYTES/s",
+        help="Speed of the link between device and host, each way, such as 12GB/s. Without it nothing is moved.",
+        show_default=False,
+    ),
+]
+
+HalfDuplex = Annotated[bool, typer.Option("--half-duplex", help="Both directions of the link share one channel.")]
+
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        "--slots",
+        metavar="N",
+        help="How finely memory is divided by strategies that discretise it; each has its own default.",
+        show_default=False,
+    ),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def bytes_option(name: str, text: str) -> int:
+    """The bytes that an option holds; a refusal names the option."""
+    return _parsed(parse_bytes, name, text)
+
+
+def bandwidth_option(text: str | None) -> int | None:
+    """The bytes per second that `--bandwidth` holds, None where it is not given."""
+    return None if text is None else _parsed(parse_bandwidth, "--bandwidth", text)
+
+
+def _parsed(parse: Callable[[str], int], name: str, text: str) -> int:
+    try:
+        return parse(text)
+    except UnitError as error:
+        raise UnitError(f"{name}: {error}") from None

@@ -1,0 +1,63 @@
+"""Progress of what takes long: a bar on standard error, on a terminal only, from the third second on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+# What is quicker than this shows no bar.
+_PATIENCE_SECONDS = 2.0
+
+
+class DelayedProgress:
+    """A context to call with what is being done and the share done, 0 to 1.
+
+    Example:
+        with DelayedProgress() as progress:
+            lowtide.solve(chain, memory_budget=budget, progress=progress)
+    """
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+        self._lock = threading.Lock()
+        self._bar: Any = None  # rich.progress.Progress, once it shows
+        self._task: Any = None
+        self._latest = ("", 0.0)
+        self._timer = threading.Timer(_PATIENCE_SECONDS, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> DelayedProgress:
+        if self._enabled:
+            self._timer.start()
+        return self
+
+    def __call__(self, what: str, share: float) -> None:
+        """Say what is being done, and how much of all is done."""
+        with self._lock:
+            self._latest = (what, share)
+            if self._bar is not None:
+                self._bar.update(self._task, description=what, completed=share)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._enabled = False
+            if self._bar is not None:
+                self._bar.stop()
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        with self._lock:
+            if not self._enabled:
+                return
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            what, share = self._latest
+            self._task = self._bar.add_task(what, total=1.0, completed=share)
+            self._bar.start()

@@ -1,0 +1,171 @@
+"""`lowtide solve`: a schedule within a budget."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.chain import Chain
+from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
+from lowtide.cli.output import print_json, print_pairs, print_table
+from lowtide.cli.progress import DelayedProgress
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.solve import Candidate, Solution, solve
+from lowtide.strategies.base import AUTO
+from lowtide.units import format_bytes, format_seconds
+
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory",
+        metavar="BYTES",
+        help="The budget: all bytes on the device, such as 8GiB, 512MiB, 8GB or 1234.",
+        show_default=False,
+    ),
+]
+StrategyName = Annotated[
+    str, typer.Option("--strategy", metavar="NAME", help="A name from 'lowtide strategies'; auto takes the fastest.")
+]
+Segments = Annotated[
+    int | None,
+    typer.Option(
+        "--segments", metavar="K", help="For strategy segments: their number; else the best.", show_default=False
+    ),
+]
+OutputFile = Annotated[
+    str | None,
+    typer.Option("-o", "--output", metavar="SCHEDULE.json", help="Write the schedule here.", show_default=False),
+]
+
+EXAMPLES = (
+    "lowtide solve chain.json --memory 8GiB",
+    "lowtide solve chain.json --memory 8GiB --strategy rotor -o schedule.json",
+    "lowtide solve chain.json --memory 6GiB --bandwidth 12GB/s --json",
+)
+
+
+def command(
+    chain_file: ChainFile,
+    memory: Memory,
+    strategy: StrategyName = AUTO,
+    bandwidth: Bandwidth = None,
+    slots: Slots = None,
+    segments: Segments = None,
+    half_duplex: HalfDuplex = False,
+    output: OutputFile = None,
+    json: Json = False,
+) -> None:
+    """Compute a schedule that stays within a memory budget.
+
+    Prints its time, its peak and its idle time as the simulator sees them. Exit status 3: the budget cannot be met;
+    the least that can is printed.
+    """
+    budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
+    chain = Chain.load(chain_file)
+    begin = time.perf_counter()
+    try:
+        with DelayedProgress() as progress:
+            solution = solve(
+                chain,
+                memory_budget=budget,
+                strategy=strategy,
+                bandwidth=rate,
+                slots=slots,
+                segments=segments,
+                duplex=not half_duplex,
+                progress=progress,
+            )
+    except InfeasibleBudgetError as error:
+        if json:
+            print_json(_infeasible(strategy, budget, error.minimum_bytes, time.perf_counter() - begin))
+        raise
+    if output is not None:
+        solution.schedule.save(output)
+    if json:
+        print_json(_solved(solution))
+    else:
+        _print_solution(chain, solution, output)
+
+
+def _infeasible(strategy: str, budget: int, minimum_bytes: int, solve_seconds: float) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "feasible": False,
+        "seconds": None,
+        "peak_bytes": None,
+        "idle_seconds": None,
+        "solve_seconds": solve_seconds,
+        "memory_budget": budget,
+        "minimum_bytes": minimum_bytes,
+    }
+
+
+def _solved(solution: Solution) -> dict[str, Any]:
+    trace = solution.trace
+    return {
+        "strategy": solution.strategy,
+        "feasible": True,
+        "seconds": solution.seconds,
+        "peak_bytes": solution.peak_bytes,
+        "idle_seconds": solution.idle_seconds,
+        "solve_seconds": solution.solve_seconds,
+        "memory_budget": solution.memory_budget,
+        "bandwidth": solution.bandwidth,
+        "model_seconds": solution.model_seconds,
+        "lower_bound_seconds": solution.lower_bound_seconds,
+        "num_operations": len(trace.steps),
+        "num_recomputed": trace.num_recomputed,
+        "moved_bytes": trace.moved_bytes,
+        "candidates": [_candidate(candidate) for candidate in solution.candidates],
+        "details": dict(solution.details),
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "strategy": candidate.strategy,
+        "feasible": candidate.seconds is not None,
+        "seconds": candidate.seconds,
+        "peak_bytes": candidate.peak_bytes,
+        "minimum_bytes": candidate.minimum_bytes,
+    }
+
+
+def _print_solution(chain: Chain, solution: Solution, output: str | None) -> None:
+    trace = solution.trace
+    pairs = [
+        ("chain", f"{chain.name}, {chain.num_stages} stages"),
+        ("strategy", solution.strategy),
+        ("time", f"{format_seconds(solution.seconds)}{relative(solution.seconds, chain)}"),
+        ("peak", f"{format_bytes(solution.peak_bytes)} of {format_bytes(solution.memory_budget)}"),
+        ("recomputed", f"{trace.num_recomputed} forwards"),
+    ]
+    if trace.copies:
+        pairs.append(("moved", f"{format_bytes(trace.moved_bytes)}, compute idle {format_seconds(trace.idle_seconds)}"))
+    pairs.append(("solved in", format_seconds(solution.solve_seconds)))
+    if output is not None:
+        pairs.append(("written to", output))
+    print_pairs(pairs)
+    if len(solution.candidates) > 1:
+        print()
+        print_table(
+            ("strategy", "time", "peak", "least memory"),
+            [_row(candidate, solution.strategy) for candidate in solution.candidates],
+        )
+        print("* the fastest, which was taken; least memory: what a strategy that does not fit needs")
+
+
+def _row(candidate: Candidate, best: str) -> tuple[str, str, str, str]:
+    if candidate.seconds is None or candidate.peak_bytes is None:
+        return candidate.strategy, "-", "-", format_bytes(candidate.minimum_bytes or 0)
+    mark = " *" if candidate.strategy == best else ""
+    return candidate.strategy + mark, format_seconds(candidate.seconds), format_bytes(candidate.peak_bytes), ""
+
+
+def relative(seconds: float, chain: Chain) -> str:
+    """How a time compares with plain training, in parentheses; empty where plain training takes no time."""
+    if not chain.compute_seconds:
+        return ""
+    return f" a step ({seconds / chain.compute_seconds:.3f} x store-all)"

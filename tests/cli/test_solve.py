@@ -1,0 +1,63 @@
+import json
+
+import pytest
+
+from lowtide import Schedule, simulate
+from lowtide.cli import main
+
+
+@pytest.fixture
+def solved(files, capsys):
+    def run(*arguments, status=0):
+        assert main(["solve", files["chain"], "--strategy", "store-all", *arguments]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def test_json_has_the_fields_of_the_contract(solved):
+    values = json.loads(solved("--memory", "20kB", "--json").out)
+    assert values["strategy"] == "store-all"
+    assert values["feasible"] is True
+    assert values["seconds"] == pytest.approx(1.2)
+    assert values["peak_bytes"] == 500 + 4 * 3000 + 1000 + 1000
+    assert values["idle_seconds"] == 0
+    assert values["solve_seconds"] >= 0
+    assert values["memory_budget"] == 20000
+
+
+def test_infeasible_prints_the_least_in_json_and_one_line(solved):
+    printed = solved("--memory", "5kB", "--json", status=3)
+    values = json.loads(printed.out)
+    assert values["feasible"] is False
+    assert values["seconds"] is None
+    least = values["minimum_bytes"]
+    assert json.loads(solved("--memory", str(least), "--json").out)["feasible"] is True
+    assert solved("--memory", str(least - 1), status=3).out == ""
+    assert str(least) in printed.err
+
+
+def test_the_schedule_is_written_and_is_the_one_reported(solved, files, chain):
+    printed = solved("--memory", "20kB", "-o", files["schedule"])
+    assert files["schedule"] in printed.out
+    schedule = Schedule.load(files["schedule"])
+    assert schedule.predicted.peak_bytes == simulate(chain, schedule).peak_bytes
+
+
+def test_an_infeasible_budget_leaves_the_old_schedule(solved, files, tmp_path):
+    (tmp_path / "schedule.json").write_text("old")
+    solved("--memory", "1kB", "-o", files["schedule"], status=3)
+    assert (tmp_path / "schedule.json").read_text() == "old"
+
+
+def test_a_schedule_that_cannot_be_written_is_one_line(solved, tmp_path):
+    printed = solved("--memory", "20kB", "-o", str(tmp_path / "nowhere" / "schedule.json"), status=2)
+    assert len(printed.err.splitlines()) == 1
+    assert "cannot be written" in printed.err
+
+
+def test_people_see_time_and_peak(solved):
+    printed = solved("--memory", "20kB").out
+    assert "1.20 s a step (1.000 x store-all)" in printed
+    assert "14.16 KiB of 19.53 KiB" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines())
