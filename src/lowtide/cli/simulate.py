@@ -10,7 +10,8 @@ from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, bandwidth_option
 from lowtide.cli.output import print_json, print_pairs
 from lowtide.schedule import Schedule
-from lowtide.simulate import Trace, simulate
+from lowtide.simulate import simulate
+from lowtide.trace import Trace
 from lowtide.units import format_bytes, format_seconds
 
 ScheduleFile = Annotated[
