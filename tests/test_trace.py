@@ -41,3 +41,10 @@ def test_what_a_backward_holds_is_what_it_reads_and_what_it_makes():
         "in flight": 0,
         "gradients": 8 + 8 + 3,
     }
+
+
+def test_a_trace_knows_what_it_starts_from():
+    trace = simulate(small_chain(), recomputing_schedule())
+    # base 1 + weights 3 + optimizer 1; a[0]; delta[4].
+    assert trace.start_by_category == (5 * MIB, 0, 4 * MIB, 0, 0, 0, MIB)
+    assert sum(trace.start_by_category) == trace.steps[0].stored_before_bytes

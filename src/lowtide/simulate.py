@@ -155,6 +155,7 @@ class _Machine:
         self.next_backward = chain.num_stages
         self.has_run: set[int] = set()
         self.round_start = self.clock
+        self.start_by_category = tuple(self.by_category)
         self.idle = 0.0
         self.steps: list[Step] = []
         self.copies: list[Copy] = []
@@ -194,7 +195,7 @@ class _Machine:
             self.copies = [_shifted(copy, shift) for copy in self.copies]
         peak = max((step.peak_bytes for step in self.steps), default=self.total)
         idle = self.idle if not self.schedule.manages else max(0.0, seconds - self._compute_seconds())
-        return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies))
+        return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies), self.start_by_category)
 
     def _compute_seconds(self) -> float:
         return Trace(0.0, 0, 0.0, tuple(self.steps), ()).compute_seconds

@@ -67,6 +67,8 @@ class Trace:
     idle_seconds: float
     steps: tuple[Step, ...]
     copies: tuple[Copy, ...]
+    start_by_category: tuple[int, ...] = ()
+    """What is stored before the first operation, in the order of `CATEGORIES`."""
 
     @property
     def compute_seconds(self) -> float:

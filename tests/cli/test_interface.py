@@ -28,6 +28,19 @@ FROZEN = {
     },
     "simulate": {"CHAIN.json", "SCHEDULE.json", "--bandwidth", "--half-duplex", "--json"},
     "compare": {"CHAIN.json", "--memory", "--strategy", "--bandwidth", "--slots", "--half-duplex", "--json"},
+    "plot": {
+        "CHAIN.json",
+        "[SCHEDULE.json]",
+        "-o",
+        "--output",
+        "--memory",
+        "--bandwidth",
+        "--strategy",
+        "--slots",
+        "--half-duplex",
+        "--panel",
+        "--over",
+    },
     "strategies": {"--json"},
 }
 

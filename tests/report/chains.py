@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from lowtide import Await, Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage
+from dataclasses import replace
+
+from lowtide import Await, Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage, simulate
+from lowtide.report.survey import Curve, Plan, Point, Survey
 
 MIB = 2**20
 
@@ -79,3 +82,36 @@ def periodic_schedule(num_stages: int, segment: int) -> Schedule:
         operations.extend(Forward(k, "all") for k in stages)
         operations.extend(Backward(k) for k in reversed(stages))
     return Schedule("by hand", operations)
+
+
+def store_all_schedule(num_stages: int) -> Schedule:
+    """Everything once."""
+    stages = range(1, num_stages + 1)
+    return Schedule("store-all", [*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))])
+
+
+def periodic_survey(chain: Chain, *, memory_budget: int | None = None) -> Survey:
+    """A survey without a solver: store-all, and periodic checkpointing with segments of 2, 3, … stages."""
+    store_all = store_all_schedule(chain.num_stages)
+    schedules = [periodic_schedule(chain.num_stages, length) for length in range(2, chain.num_stages // 2)]
+    points = [point_of(chain, "segments", schedule) for schedule in schedules]
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
+        if not kept or point.seconds < kept[-1].seconds:
+            kept.append(point)
+    last = point_of(chain, "store-all", store_all)
+    curves = (
+        Curve("store-all", last.peak_bytes, (last,), 0),
+        Curve("segments", kept[0].peak_bytes, tuple(kept), 0),
+    )
+    plans = [Plan(p.peak_bytes + MIB, p.schedule, simulate(chain, p.schedule)) for p in (*kept, last)]
+    if memory_budget is not None:
+        best = curves[1].at(memory_budget)
+        plans.append(Plan(memory_budget, best.schedule, simulate(chain, best.schedule)))
+        plans.sort(key=lambda plan: plan.memory_budget)
+    return Survey(chain, 0, True, simulate(chain, store_all), curves, tuple(plans))
+
+
+def point_of(chain: Chain, strategy: str, schedule: Schedule) -> Point:
+    trace = simulate(chain, schedule)
+    return Point(strategy, trace.peak_bytes, trace.seconds, replace(schedule, strategy=strategy))

@@ -12,6 +12,10 @@ from lowtide.units import parse_bandwidth, parse_bytes
 
 ChainFile = Annotated[str, typer.Argument(metavar="CHAIN.json", help="The network: a chain file.", show_default=False)]
 
+OptionalScheduleFile = Annotated[
+    str | None, typer.Argument(metavar="[SCHEDULE.json]", help="What to do: a schedule file.", show_default=False)
+]
+
 Bandwidth = Annotated[
     str | None,
     typer.Option(
@@ -30,6 +34,16 @@ Slots = Annotated[
         "--slots",
         metavar="N",
         help="How finely memory is divided by strategies that discretise it; each has its own default.",
+        show_default=False,
+    ),
+]
+
+SurveyStrategies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help="Draw only these; give it several times. Default: all that apply.",
         show_default=False,
     ),
 ]

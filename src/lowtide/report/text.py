@@ -83,13 +83,29 @@ def plan_text(
         >>> print(plan_text(chain, trace, memory_budget=10).splitlines()[1])
         fits: peak 10 B of 10 B (100 %)
     """
-    on_terminal = sys.stdout.isatty()
-    if colour is None:
-        colour = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    if width is None:
-        width = min(shutil.get_terminal_size().columns, _LARGEST_WIDTH) if on_terminal else _PIPED_WIDTH
     lines = [*_heading(chain, trace, strategy, memory_budget, bandwidth), _line()]
-    lines += _chart(trace, memory_budget, _glyphs(), max(16, width - _LABEL_WIDTH - 1))
+    lines += _chart(trace, memory_budget, _glyphs(), _num_columns(width))
+    return _joined(lines, colour)
+
+
+def chart_text(
+    trace: Trace, *, memory_budget: int | None = None, width: int | None = None, colour: bool | None = None
+) -> str:
+    """The chart of `plan_text` by itself: memory over time, and beneath it what compute and copies do."""
+    return _joined(_chart(trace, memory_budget, _glyphs(), _num_columns(width)), colour)
+
+
+def _num_columns(width: int | None) -> int:
+    """The columns of the drawing in lines of `width`."""
+    if width is None:
+        on_terminal = sys.stdout.isatty()
+        width = min(shutil.get_terminal_size().columns, _LARGEST_WIDTH) if on_terminal else _PIPED_WIDTH
+    return max(16, width - _LABEL_WIDTH - 1)
+
+
+def _joined(lines: Sequence[Text], colour: bool | None) -> str:
+    if colour is None:
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return "\n".join(_rendered(line, colour) for line in lines)
 
 
@@ -145,10 +161,10 @@ def _columns(trace: Trace, num_columns: int) -> list[_Column]:
         return [(i, max(0.0, min(end, (i + 1) * unit) - max(begin, i * unit))) for i in range(first, last + 1)]
 
     for span in spans(trace):
-        for begin, end, level in span.levels:
+        for begin, end, layers in span.pieces:
             for i, overlap in pieces(begin, end):
                 if overlap > 0 or begin == end:
-                    peaks[i] = max(peaks[i], level)
+                    peaks[i] = max(peaks[i], sum(layers))
         for begin, end, phase in ((span.begin, span.finish, None), (span.start, span.end, span.phase)):
             for i, overlap in pieces(begin, end):
                 shares[i][phase] = shares[i].get(phase, 0.0) + overlap

@@ -12,6 +12,10 @@ from lowtide.trace import Step, Trace
 PHASES = ("forward", "recompute", "backward")
 
 
+# The bytes of each layer of `lowtide.report.palette.LAYERS`: the categories of the trace, then what is transient.
+Layers = tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One operation on the compute clock, in seconds: waiting from `begin`, running from `start`, waiting to let a
@@ -23,6 +27,8 @@ class Span:
     start: float
     end: float
     finish: float
+    before: Layers
+    """What is stored before it."""
 
     @property
     def phase(self) -> str | None:
@@ -35,33 +41,39 @@ class Span:
         return None
 
     @property
-    def levels(self) -> Iterator[tuple[float, float, int]]:
-        """The bytes on the device over time: pieces of (from, to, bytes)."""
-        held = sum(self.step.peak_by_category)
+    def during(self) -> Layers:
+        """What is on the device at the operation's peak."""
+        return (*self.step.peak_by_category, self.step.transient_bytes)
+
+    @property
+    def pieces(self) -> Iterator[tuple[float, float, Layers]]:
+        """The bytes on the device over time: (from, to, layers)."""
         if self.phase is None:
-            yield self.begin, self.finish, self.step.peak_bytes
+            # What is waited for is still in flight: it changes only when the wait is over.
+            yield self.begin, self.finish, self.before if self.finish > self.begin else self.during
             return
         if self.start > self.begin:
-            yield self.begin, self.start, self.step.stored_before_bytes
-        yield self.start, self.end, self.step.peak_bytes
+            yield self.begin, self.start, self.before
+        yield self.start, self.end, self.during
         if self.finish > self.end:
-            yield self.end, self.finish, held
+            yield self.end, self.finish, (*self.step.peak_by_category, 0)
 
 
 def spans(trace: Trace) -> list[Span]:
     """Every operation of a trace on the compute clock, in order."""
     found: list[Span] = []
-    clock = 0.0
+    clock, before = 0.0, (*trace.start_by_category, 0)
+    rounding = 1e-12 * trace.seconds  # a wait that is lost in rounding is none
     for step in trace.steps:
         if isinstance(step.operation, Forward | Backward):
             start, end = step.start_seconds, step.end_seconds
-            after = max(0.0, step.idle_seconds - (start - clock))
+            if start - clock <= rounding:
+                start = clock
+            after = step.idle_seconds - (start - clock)
         else:
             start = end = clock
             after = step.idle_seconds
-        # A wait that is lost in rounding is none.
-        if after < 1e-12 * trace.seconds:
-            after = 0.0
-        found.append(Span(step, min(clock, start), start, end, end + after))
-        clock = end + after
+        finish = end + after if after > rounding else end
+        found.append(Span(step, clock, start, end, finish, before))
+        clock, before = finish, (*step.stored_by_category, 0)
     return found

@@ -1,0 +1,15 @@
+"""Looking at a plan: text for the terminal, figures for papers.
+
+    plan_text(chain, trace, memory_budget=...)      lines for a terminal or a log
+    save_figure("plan.svg", survey=..., trace=...)  frontier and memory curve
+
+matplotlib and rich are imported only when they are used; torch never is.
+"""
+
+from __future__ import annotations
+
+from lowtide.report.figures import save_figure
+from lowtide.report.survey import Survey, survey
+from lowtide.report.text import chart_text, plan_text
+
+__all__ = ["Survey", "chart_text", "plan_text", "save_figure", "survey"]
