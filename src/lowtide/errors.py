@@ -50,6 +50,14 @@ class InfeasibleBudgetError(LowtideError):
         self.minimum_bytes = minimum_bytes
 
 
+class PlanError(LowtideError, ValueError):
+    """A plan that does not fit its model (any more), or a plan file that is not well formed."""
+
+
+class ExecutionError(LowtideError, RuntimeError):
+    """Something that a running plan found and that would make gradients wrong; the message names the stage."""
+
+
 def shown(value: object) -> str:
     """A value as an error message shows it: short, on one line."""
     text = repr(value)

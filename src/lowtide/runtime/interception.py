@@ -1,0 +1,149 @@
+"""Stepping between a caller and a module, in a way that leaves no trace in the module's type, names, state or copies.
+
+`nn.Module.__call__` first looks at the instance's `_compiled_call_impl`, which is where `Module.compile` puts its
+result. A call site stored there sees every call of that one module, hooks included, and `deepcopy`, `pickle` and
+`torch.save` leave it out by themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowtide.errors import PlanError
+
+_ATTRIBUTE = "_compiled_call_impl"
+
+
+class Session(Protocol):
+    """Whoever watches one call of the model."""
+
+    def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one unit and return its result."""
+
+
+class _Current(threading.local):
+    """The session of each thread."""
+
+    session: Session | None = None
+
+
+class _Site:
+    """What stands in a module's `_compiled_call_impl`."""
+
+    __slots__ = ("__weakref__", "_module", "previous")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.previous: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module; it is alive whenever it is called."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """What the call would be without lowtide."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+    def install(self) -> None:
+        self.module.__dict__[_ATTRIBUTE] = self
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is None or module.__dict__.get(_ATTRIBUTE) is not self:
+            return  # the module is gone, or somebody compiled it since: that is theirs
+        if self.previous is None:
+            del module.__dict__[_ATTRIBUTE]
+        else:
+            module.__dict__[_ATTRIBUTE] = self.previous
+
+
+class UnitSite(_Site):
+    """The calls of one submodule; `positions` says which of them are units, and where in the order of all units."""
+
+    __slots__ = ("current", "path", "positions")
+
+    def __init__(self, module: nn.Module, path: str, positions: dict[int, int], current: _Current) -> None:
+        super().__init__(module)
+        self.path = path
+        self.positions = positions
+        self.current = current
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call to the session of this thread, where there is one."""
+        session = self.current.session
+        if session is None:
+            return self.plain(*args, **kwargs)
+        return session.call_unit(self, args, kwargs)
+
+
+class ModelSite(_Site):
+    """The calls of the model itself, handed to `handler(plain, args, kwargs)`."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, module: nn.Module, handler: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.handler = handler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call to the handler."""
+        return self.handler(self.plain, args, kwargs)
+
+
+class Interception:
+    """The call sites of one model and of its units; put in place by `install`, taken away by `remove`.
+
+    Args:
+        model: the model.
+        units: (path, occurrence) of each unit, in the order of their calls.
+        handler: called as `handler(plain, args, kwargs)` in place of the model.
+    """
+
+    def __init__(self, model: nn.Module, units: Iterable[tuple[str, int]], handler: Callable[..., Any]) -> None:
+        self.current = _Current()
+        positions: dict[str, dict[int, int]] = {}
+        for position, (path, occurrence) in enumerate(units):
+            positions.setdefault(path, {})[occurrence] = position
+        modules = {path: _submodule(model, path) for path in positions}
+        if len(set(map(id, modules.values()))) != len(modules):
+            raise PlanError("one submodule appears under two paths among the units; name it by one of them")
+        self._sites: list[_Site] = [
+            UnitSite(modules[path], path, found, self.current) for path, found in positions.items() if path
+        ]
+        self._whole = UnitSite(model, "", positions[""], self.current) if "" in positions else None
+        self._sites.append(ModelSite(model, handler))
+
+    def whole_or(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """How the session calls the model: as a unit where the model as a whole is one, else plainly."""
+        return plain if self._whole is None else self._whole
+
+    def install(self) -> None:
+        """Step in."""
+        for site in self._sites:
+            site.install()
+
+    def remove(self) -> None:
+        """Step out; each module is called as before."""
+        for site in self._sites:
+            site.remove()
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module:
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        raise PlanError(f"the model has no submodule {path!r}, which the plan names as a unit") from None
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanError(f"submodule {path!r} is a TorchScript module, which cannot be watched; attach to the original")
+    return module

@@ -1,0 +1,223 @@
+"""One forward of a model, followed stage by stage while the model's own code runs.
+
+Units are met at their call sites. The code between them is followed by a mode that sees each function of torch; it is
+taken away while a unit runs, so that units run at full speed and compiled ones are not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.interception import UnitSite
+from lowtide.runtime.split import Split
+from lowtide.runtime.tape import Ledger, Tape
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A split as the running forward needs it: for each unit, by its position among all, where it stands.
+
+    Args:
+        names: the stages' names.
+        units: (path, occurrence) of each unit.
+        stage_at: the stage of each unit.
+        ends_stage: whether the stage ends when that unit returns; where its glue trails, it ends when the next unit is
+            called instead.
+    """
+
+    names: tuple[str, ...]
+    units: tuple[tuple[str, int], ...]
+    stage_at: tuple[int, ...]
+    ends_stage: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, split: Split) -> Layout:
+        """Read a split."""
+        names, units, stage_at, ends_stage = [], [], [], []
+        for k, stage in enumerate(split.stages, start=1):
+            names.append(stage.name)
+            for unit in stage.units:
+                units.append((unit.path, unit.occurrence))
+                stage_at.append(k)
+                is_last = unit == stage.units[-1] and k < split.num_stages
+                ends_stage.append(is_last and not stage.trailing_glue)
+        return cls(tuple(names), tuple(units), tuple(stage_at), tuple(ends_stage))
+
+    @property
+    def num_stages(self) -> int:
+        """n, the number of stages."""
+        return len(self.names)
+
+
+class StagedForward:
+    """Follows one call of a model; a session of `lowtide.runtime.interception`.
+
+    Args:
+        layout: where stages begin and end.
+        taped: the stages to record.
+        is_state: whether a tensor is a buffer of the model.
+    """
+
+    def __init__(self, layout: Layout, taped: Collection[int], is_state: Callable[[torch.Tensor], bool]) -> None:
+        self.layout = layout
+        self.taped = taped
+        self.is_state = is_state
+        self.ledger = Ledger()
+        self.tapes: dict[int, Tape] = {}
+        self.stage = 0
+        self.tape: Tape | None = None
+        self.tracking = False
+        self._mode = GlueMode(self) if taped else None
+        self._next = 0
+        self._counts: dict[str, int] = {}
+        self._inside_unit = False
+
+    # What users of this class refine
+
+    def begin_stage(self, k: int) -> None:
+        """Stage k is about to run."""
+        self.stage = k
+        self.tracking = k in self.taped or k + 1 in self.taped
+        self.tape = None
+        if k in self.taped:
+            name = self.layout.names[k - 1]
+            self.tape = self.tapes[k] = Tape(k, name, self.ledger, self.is_state)
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        """Stage k has run; `outputs` are its tensors, by number, that somebody still holds (that the model returned,
+        for the last stage).
+        """
+        if self.tape is not None:
+            self.tape.finish(outputs)
+            if k - 1 in self.tapes:
+                self.tapes[k - 1].finish(self.tape.inputs)  # by now it is known which of them matter
+
+    def invoke(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: torch.nn.Module | None = None,
+    ) -> Any:
+        """Run one call of the current stage, a unit's or a function's between units."""
+        if self.tape is not None:
+            return self.tape.record(name, call, args, kwargs, module)
+        result = call(*args, **kwargs)
+        if self.tracking:
+            for tensor in tensors_of(result):
+                self.ledger.add(tensor, self.stage)
+        return result
+
+    # The run
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model and follow it."""
+        for tensor in tensors_of((args, kwargs)):
+            self.ledger.add(tensor, 0)
+        self.begin_stage(1)
+        try:
+            if self._mode is None:
+                result = plain(*args, **kwargs)
+            else:
+                with self._mode:
+                    result = plain(*args, **kwargs)
+        finally:
+            if self._mode is not None:
+                self._mode.forward = None
+        if self._next != len(self.layout.units):
+            path, occurrence = self.layout.units[self._next]
+            raise ExecutionError(
+                f"the model's forward ended before it called {path!r} (call {occurrence}), with which stage "
+                f"{self.layout.names[self.layout.stage_at[self._next] - 1]!r} goes on; {_ADVICE}"
+            )
+        returned = {
+            found[1]: t for t in tensors_of(result) if (found := self.ledger.find(t)) and found[0] == self.stage
+        }
+        self.end_stage(self.stage, returned)
+        return result
+
+    def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a submodule that has units."""
+        if self._inside_unit:
+            return site.plain(*args, **kwargs)
+        occurrence = self._counts.get(site.path, 0)
+        self._counts[site.path] = occurrence + 1
+        position = site.positions.get(occurrence)
+        if position is None:
+            return site.plain(*args, **kwargs)
+        self._check_order(site, occurrence, position)
+        k = self.layout.stage_at[position]
+        if k != self.stage:
+            self._cross()
+        self._inside_unit = True
+        suspended = self._suspend_mode()
+        try:
+            result = self.invoke(site.path, site.plain, args, kwargs, site.module)
+        finally:
+            self._inside_unit = False
+            self._resume_mode(suspended)
+        if self.layout.ends_stage[position]:
+            self._cross()
+        return result
+
+    def _check_order(self, site: UnitSite, occurrence: int, position: int) -> None:
+        if position != self._next:
+            expected = "nothing more"
+            if self._next < len(self.layout.units):
+                expected = "{!r} (call {})".format(*self.layout.units[self._next])
+            raise ExecutionError(
+                f"the model called {site.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
+                f"another way than when it was captured; {_ADVICE}"
+            )
+        self._next += 1
+
+    def _cross(self) -> None:
+        self.end_stage(self.stage, self.ledger.alive(self.stage))
+        self.begin_stage(self.stage + 1)
+
+    def _suspend_mode(self) -> list[Any]:
+        """Take the mode from the stack, wherever it stands: the user's code may have put modes above it."""
+        taken: list[Any] = []
+        if self._mode is None:
+            return taken
+        while True:
+            taken.append(_pop_mode())
+            if taken[-1] is self._mode:
+                break
+        for mode in reversed(taken[:-1]):
+            _push_mode(mode)
+        return taken
+
+    def _resume_mode(self, taken: list[Any]) -> None:
+        for _ in taken[:-1]:
+            _pop_mode()
+        for mode in reversed(taken):
+            _push_mode(mode)
+
+
+_ADVICE = "detach the plan and fit again, or merge the stages whose order varies"
+
+
+class GlueMode(TorchFunctionMode):
+    """Hands each function of torch that is called between units to the forward."""
+
+    def __init__(self, forward: StagedForward) -> None:
+        super().__init__()
+        self.forward: StagedForward | None = forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        forward = self.forward
+        if forward is None or not forward.tracking:
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            # The iterator hides its tensors; these are the ones that it would give.
+            return iter(forward.invoke("unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        return forward.invoke(getattr(func, "__name__", str(func)), func, args, kwargs or {})

@@ -1,0 +1,262 @@
+"""What one stage did, so that it can be run again from another input.
+
+A tape lists the calls of a stage in order: its units, and the functions of torch that the code between them called. A
+tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots.
+Whatever else it reads (parameters, masks, tensors held for the whole chain) is kept as it is, without its history.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.containers import Held, Slot, build, parts, template, tensors_of
+from lowtide.runtime.surroundings import Surroundings
+
+_NOWHERE = -1  # the slot of a result that is one of the tensors handed in
+
+
+class Ledger:
+    """Which stage made which tensor, during one forward; tensors are known by identity and not kept alive.
+
+    Stage 0 are the tensors that the caller handed to the model.
+    """
+
+    __slots__ = ("_entries", "_made")
+
+    def __init__(self) -> None:
+        # id -> (the tensor, the stage that made it, its number among the tensors of that stage)
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def add(self, tensor: torch.Tensor, stage: int) -> int:
+        """Note that a stage made a tensor; returns its number among those of the stage."""
+        made = self._made.setdefault(stage, [])
+        reference = weakref.ref(tensor)
+        self._entries[id(tensor)] = (reference, stage, len(made))
+        made.append(reference)
+        return len(made) - 1
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The stage and number of a tensor; None where no stage made it.
+
+        An entry whose tensor died is never taken for a new tensor at the same address.
+        """
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            return None
+        return entry[1], entry[2]
+
+    def alive(self, stage: int) -> dict[int, torch.Tensor]:
+        """The tensors of a stage that somebody still holds, by number; one that has several has the last."""
+        found: dict[int, torch.Tensor] = {}
+        for number, reference in enumerate(self._made.get(stage, ())):
+            tensor = reference()
+            if tensor is not None and self._entries[id(tensor)][1:] == (stage, number):
+                found[number] = tensor
+        return found
+
+
+class Call:
+    """One call on a tape."""
+
+    __slots__ = ("args", "call", "dead", "kwargs", "module", "name", "results", "surroundings", "training")
+
+    def __init__(self, name: str, call: Callable[..., Any], module: torch.nn.Module | None) -> None:
+        self.name = name
+        self.call = call
+        self.module = module
+        self.training = module is not None and module.training
+        self.surroundings = Surroundings.now()
+        self.args: Any = ()
+        self.kwargs: Any = {}
+        self.results: list[int] = []
+        self.dead: list[int] = []
+
+
+class Tape:
+    """The calls of one stage.
+
+    Tensors of a stage are numbered in the order in which they are made (see `Ledger`); slots are places in the table of
+    values of one run.
+
+    Args:
+        stage: its position in the chain, from 1.
+        name: its name, for messages.
+        ledger: who made which tensor.
+        is_state: whether a tensor is a buffer of the model: writing into it is allowed, and undone by whoever runs the
+            tape.
+    """
+
+    def __init__(self, stage: int, name: str, ledger: Ledger, is_state: Callable[[torch.Tensor], bool]) -> None:
+        self.stage = stage
+        self.name = name
+        self.calls: list[Call] = []
+        self.inputs: dict[int, int] = {}
+        """Slot of each tensor of the previous stage that this one reads, by its number there."""
+        self.held: list[Held] = []
+        self.refusal: str | None = None
+        """Why the stage cannot be run again, where it cannot."""
+        self._made: dict[int, int] = {}
+        self._num_slots = 0
+        self._outputs: list[int] = []
+        self._ledger: Ledger | None = ledger
+        self._is_state = is_state
+
+    # Recording
+
+    def record(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: torch.nn.Module | None = None,
+    ) -> Any:
+        """Run a call and put it on the tape."""
+        entry = Call(name, call, module)
+        read: list[tuple[torch.Tensor, int]] = []
+
+        def encode(tensor: torch.Tensor) -> Slot | Held:
+            read.append((tensor, version_of(tensor)))
+            return self._encode(tensor)
+
+        entry.args, entry.kwargs = template(args, encode), template(kwargs, encode)
+        result = call(*args, **kwargs)
+        changed = [tensor for tensor, version in read if version_of(tensor) != version]
+        for tensor in changed:
+            self._note_change(tensor, name)
+        entry.results = [self._add(tensor, read) for tensor in tensors_of(result)]
+        # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
+        if entry.results or changed or name == "__set__":
+            self.calls.append(entry)
+        return result
+
+    def _encode(self, tensor: torch.Tensor) -> Slot | Held:
+        assert self._ledger is not None
+        found = self._ledger.find(tensor)
+        if found is not None:
+            stage, number = found
+            if stage == self.stage:
+                return Slot(self._made[number])
+            if stage == self.stage - 1:
+                if number not in self.inputs:
+                    self.inputs[number] = self._new_slot()
+                return Slot(self.inputs[number])
+        held = Held(without_history(tensor))
+        self.held.append(held)
+        return held
+
+    def _add(self, tensor: torch.Tensor, read: Iterable[tuple[torch.Tensor, int]]) -> int:
+        assert self._ledger is not None
+        if self._ledger.find(tensor) is None and any(tensor is other for other, _ in read):
+            return _NOWHERE  # a parameter or a mask, handed through
+        slot = self._made[self._ledger.add(tensor, self.stage)] = self._new_slot()
+        return slot
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _note_change(self, tensor: torch.Tensor, name: str) -> None:
+        """Writing into its own tensors is repeated when the stage runs again; writing into another's cannot be."""
+        assert self._ledger is not None
+        found = self._ledger.find(tensor)
+        if found is None:
+            if not self._is_state(tensor):
+                self._refuse(f"a tensor of shape {list(tensor.shape)} that is not its own", name)
+        elif found[0] != self.stage:
+            self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
+
+    def _refuse(self, what: str, name: str) -> None:
+        self.refusal = (
+            f"stage {self.name!r} changes {what} in place ({name}), so it cannot be run again; "
+            "make it one stage with the one before, or work on a copy"
+        )
+
+    def finish(self, outputs: Iterable[int]) -> None:
+        """Say which of the stage's tensors, by number, a run is to return; may be called again."""
+        self._outputs = [self._made[number] for number in outputs]
+        last: dict[int, int] = {}
+        for index, entry in enumerate(self.calls):
+            entry.dead = []
+            for slot in (*parts(entry.args, Slot), *parts(entry.kwargs, Slot)):
+                last[slot.index] = index
+            last.update((result, index) for result in entry.results if result not in last)
+        for slot_index, index in last.items():
+            if slot_index not in self._outputs and slot_index != _NOWHERE:
+                self.calls[index].dead.append(slot_index)
+
+    def close(self) -> None:
+        """End the recording."""
+        self._ledger = None
+
+    # Running
+
+    def run(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run the stage again.
+
+        Args:
+            inputs: the previous stage's tensors by number; those that the stage reads must be there.
+
+        Returns:
+            The stage's outputs, in the order given to `finish`.
+
+        Raises:
+            ExecutionError: where the stage changes its input in place, where a held tensor was changed since, and where
+                a call returns another number of tensors than the first time.
+        """
+        if self.refusal is not None:
+            raise ExecutionError(self.refusal)
+        self.check_held()
+        values: list[Any] = [None] * self._num_slots
+        for number, slot in self.inputs.items():
+            values[slot] = inputs[number]
+        for entry in self.calls:
+            self._run_call(entry, values)
+        return [values[slot] for slot in self._outputs]
+
+    def check_held(self) -> None:
+        """Refuse to go on where a tensor that the stage reads was changed since."""
+        for held in self.held:
+            if version_of(held.tensor) != held.version and not self._is_state(held.tensor):
+                raise ExecutionError(
+                    f"stage {self.name!r} reads a tensor of shape {list(held.tensor.shape)} that was changed in place "
+                    "between forward and backward; work on a copy, or change it after the backward pass"
+                )
+
+    def _run_call(self, entry: Call, values: list[Any]) -> None:
+        if entry.module is not None and entry.module.training != entry.training:
+            raise ExecutionError(
+                f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "
+                "and backward; switch after the backward pass"
+            )
+        with entry.surroundings.applied():
+            result = entry.call(*build(entry.args, values), **build(entry.kwargs, values))
+        made = tensors_of(result)
+        if len(made) != len(entry.results):
+            raise ExecutionError(
+                f"stage {self.name!r}: {entry.name} returned {len(made)} tensors when it ran again and "
+                f"{len(entry.results)} the first time; what a stage does must follow from its input alone"
+            )
+        for slot, tensor in zip(entry.results, made, strict=True):
+            if slot != _NOWHERE:
+                values[slot] = tensor
+        for slot in entry.dead:
+            values[slot] = None
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without the graph that made it, so that keeping it keeps nothing else; leaves are as they are."""
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written to in place, as autograd counts it."""
+    return 0 if tensor.is_inference() else tensor._version
