@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import (
+    CaptureError,
     ChainError,
     InfeasibleBudgetError,
     LowtideError,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Await",
     "Backward",
+    "CaptureError",
     "Chain",
     "ChainError",
     "Forward",

@@ -38,6 +38,10 @@ class StrategyError(LowtideError, ValueError):
     """An unknown strategy, or one that does not apply to what was asked."""
 
 
+class CaptureError(LowtideError):
+    """No chain of stages was found in a model, or running it in stages would not give the same numbers."""
+
+
 class InfeasibleBudgetError(LowtideError):
     """No schedule of the asked kind stays within the budget.
 

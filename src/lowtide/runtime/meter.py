@@ -125,6 +125,8 @@ class _CudaAccount:
 class _CpuAccount(TorchDispatchMode):
     """Counts every storage that an operation of this thread shows, until the storage dies."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.RLock()  # storages may die in any thread

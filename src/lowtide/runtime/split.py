@@ -16,8 +16,8 @@ What crosses the boundary after stage k are the tensors that stages 1..k made an
 part of the model's output, reads. Parameters, buffers and tensors that the caller handed in do not count: they are
 there anyway.
 
-- a[k], the *activation*, is what stage k made and stage k+1 alone reads. Capture promises that it holds at most one
-  tensor through which gradients flow (it may be none: the encoder's output before a decoder is held).
+- a[k], the *activation*, is what stage k made and stage k+1 alone reads. As a rule that is one tensor through which
+  gradients flow; it may be none (the encoder's output before a decoder is held), or a few that pass together.
 - Every other tensor that crosses (made before stage k, or read by any other stage than k+1) is *held*: it stays from
   its making to the end of the step, on top of the chain. Masks, rotary tables, an encoder's output, the features of a
   dense block are held; their bytes, and those of their gradients, are in `base_bytes`.
@@ -55,12 +55,15 @@ class StageSplit:
         trailing_glue: whether the glue up to the next stage's first unit belongs to this stage.
         kind: stages with the same kind run the same code on the same shapes (24 equal transformer blocks): measuring
             one of them is measuring all. Empty: like no other.
+        parameters: the names of the parameters that this stage is the first to read, all names of each; a tied
+            parameter belongs to one stage.
     """
 
     name: str
     units: tuple[Unit, ...]
     trailing_glue: bool = False
     kind: str = ""
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -77,6 +80,7 @@ class Split:
             caller does not give them (`use_cache=False`: a cache of keys and values would keep what is to be let go).
         held_bytes: the tensors held on top of the chain, each storage once.
         activation_bytes: all that the forward saves for backward, each storage once, without parameters and buffers.
+        largest_stage_bytes: the most of these that one stage makes.
         notes: what people should know of this split, one sentence each.
     """
 
@@ -84,6 +88,7 @@ class Split:
     call_keywords: Mapping[str, Any] = field(default_factory=dict)
     held_bytes: int = 0
     activation_bytes: int = 0
+    largest_stage_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,12 +127,14 @@ class Split:
                     "units": [[unit.path, unit.occurrence] for unit in stage.units],
                     "trailing_glue": stage.trailing_glue,
                     "kind": stage.kind,
+                    "parameters": list(stage.parameters),
                 }
                 for stage in self.stages
             ],
             "call_keywords": dict(self.call_keywords),
             "held_bytes": self.held_bytes,
             "activation_bytes": self.activation_bytes,
+            "largest_stage_bytes": self.largest_stage_bytes,
             "notes": list(self.notes),
         }
 
@@ -140,9 +147,15 @@ class Split:
                 tuple(Unit(path, occurrence) for path, occurrence in entry["units"]),
                 entry["trailing_glue"],
                 entry["kind"],
+                tuple(entry["parameters"]),
             )
             for entry in values["stages"]
         )
         return cls(
-            stages, values["call_keywords"], values["held_bytes"], values["activation_bytes"], tuple(values["notes"])
+            stages,
+            values["call_keywords"],
+            values["held_bytes"],
+            values["activation_bytes"],
+            values["largest_stage_bytes"],
+            tuple(values["notes"]),
         )

@@ -1,0 +1,99 @@
+"""Running a model without a trace: afterwards everything is as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Put back, at the end of the `with` block, whatever running the model changes.
+
+    That is: the values of its buffers, gradients, the modules' attributes (modes, counters, caches that a forward
+    fills), the states of the default random number generators, and torch's global flags.
+    """
+    modules = [_ModuleState(module) for module in model.modules()]
+    tensors = [_TensorState(tensor) for tensor in {id(t): t for t in _tensors_of(model)}.values()]
+    generators, flags = _generator_states(), _Flags()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.restore()
+        for tensor in tensors:
+            tensor.restore()
+        _restore_generators(generators)
+        flags.restore()
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+class _TensorState:
+    """A buffer's value, and a parameter's or buffer's gradient. A forward that changes a parameter is refused."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._grad = tensor.grad if tensor.is_leaf else None
+        self._value = None if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+    def restore(self) -> None:
+        if self._value is not None and self._tensor.shape == self._value.shape:
+            # BatchNorm's kernel changes its statistics without telling the version counter: always copy.
+            self._tensor.data.copy_(self._value)
+        if self._tensor.is_leaf:
+            self._tensor.grad = self._grad
+
+
+class _ModuleState:
+    """A module's attributes, with its tables of parameters, buffers and submodules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._attributes = dict(module.__dict__)
+        self._tables = {name: dict(value) for name, value in self._attributes.items() if isinstance(value, dict)}
+
+    def restore(self) -> None:
+        now: dict[str, Any] = self._module.__dict__
+        for name in [name for name in now if name not in self._attributes]:
+            del now[name]
+        for name, value in self._attributes.items():
+            if name not in now or now[name] is not value:
+                now[name] = value
+        for name, table in self._tables.items():
+            value = self._attributes[name]
+            if [(key, id(entry)) for key, entry in value.items()] != [(key, id(entry)) for key, entry in table.items()]:
+                value.clear()
+                value.update(table)
+
+
+def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_cuda
+
+
+def _restore_generators(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
+
+
+class _Flags:
+    """torch's global switches that measuring, or a forward, may turn."""
+
+    def __init__(self) -> None:
+        cudnn = torch.backends.cudnn
+        self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
+        self._grad_enabled = torch.is_grad_enabled()
+
+    def restore(self) -> None:
+        cudnn = torch.backends.cudnn
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
+        torch.set_grad_enabled(self._grad_enabled)
