@@ -1,0 +1,134 @@
+"""Exhaustive searches: the oracles of optimality. They share nothing with the algorithms but the simulator's rules.
+
+`nested_schedules` lists every nested persistent schedule; `fastest` searches all sequences of operations, with or
+without the rule of persistence, by uniform cost over what is on the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lowtide import Backward, Chain, Forward, Schedule, simulate
+from lowtide.schedule import Operation
+
+
+def nested_schedules(
+    chain: Chain, s: int, t: int, *, saves_ahead: bool = True, variants: bool = True
+) -> Iterator[tuple[Operation, ...]]:
+    """Every nested persistent schedule of the stages s..t; without `saves_ahead`, `all` only right before backward."""
+    stage = chain.stage(s)
+    for variant in range(stage.num_variants if variants else 1):
+        first, last = Forward(s, "all", variant), Backward(s)
+        if s == t:
+            yield (first, last)
+        elif saves_ahead:
+            for inner in nested_schedules(chain, s + 1, t, variants=variants):
+                yield (first, *inner, last)
+    for split in range(s + 1, t + 1):
+        ahead = (Forward(s, "keep"), *(Forward(k, "drop") for k in range(s + 1, split)))
+        later = nested_schedules(chain, split, t, saves_ahead=saves_ahead, variants=variants)
+        earlier = list(nested_schedules(chain, s, split - 1, saves_ahead=saves_ahead, variants=variants))
+        for one, other in itertools.product(later, earlier):
+            yield (*ahead, *one, *other)
+
+
+def curve(chain: Chain, schedules: Iterator[tuple[Operation, ...]]) -> list[tuple[int, float]]:
+    """The peaks and times of the schedules that no other one beats in both, by rising peak."""
+    traces = [simulate(chain, Schedule("exhaustive", operations)) for operations in schedules]
+    best: list[tuple[int, float]] = []
+    for trace in sorted(traces, key=lambda trace: (trace.peak_bytes, trace.seconds)):
+        if not best or trace.seconds < best[-1][1]:
+            best.append((trace.peak_bytes, trace.seconds))
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What is on the device: for each a[k] 0 absent, 1 just made, 2 kept; for each abar[k] -1 absent, or its variant."""
+
+    activations: tuple[int, ...]
+    saved: tuple[int, ...]
+    next_backward: int
+
+
+def fastest(chain: Chain, budget: int, *, persistent: bool) -> tuple[float, tuple[Operation, ...]] | None:
+    """The fastest sequence of forwards and backwards within a budget, or None.
+
+    Persistent: a value that is not dropped by the very next operation stays until its backward.
+    """
+    n = chain.num_stages
+    start = _State((2, *[0] * n), (-1,) * (n + 1), n)
+    queue: list[tuple[float, int, _State]] = [(0.0, 0, start)]
+    came_from: dict[_State, tuple[_State, Operation]] = {}
+    best = {start: 0.0}
+    order = itertools.count(1)
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        if seconds > best[state]:
+            continue
+        if state.next_backward == 0:
+            return seconds, _path(state, came_from)
+        for operation, after, takes, peak in _moves(chain, state, persistent):
+            if peak <= budget and seconds + takes < best.get(after, float("inf")):
+                best[after] = seconds + takes
+                came_from[after] = (state, operation)
+                heapq.heappush(queue, (seconds + takes, next(order), after))
+    return None
+
+
+def _path(state: _State, came_from: dict[_State, tuple[_State, Operation]]) -> tuple[Operation, ...]:
+    operations = []
+    while state in came_from:
+        state, operation = came_from[state]
+        operations.append(operation)
+    return tuple(reversed(operations))
+
+
+def _stored_bytes(chain: Chain, state: _State) -> int:
+    total = chain.fixed_bytes + chain.gradient_bytes(state.next_backward)
+    if not chain.grads_resident:
+        total += sum(stage.weight_grad_bytes for stage in chain.stages[state.next_backward :])
+    for k in range(chain.num_stages + 1):
+        total += chain.activation_bytes(k) if state.activations[k] else 0
+        total += chain.stage(k).variant(state.saved[k]).saved_bytes if state.saved[k] >= 0 else 0
+    return total
+
+
+def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Operation, _State, float, int]]:
+    stored = _stored_bytes(chain, state)
+    for k in range(1, state.next_backward + 1):  # a later stage is of no use any more
+        stage = chain.stage(k)
+        alone, inside = state.activations[k - 1] > 0, state.saved[k - 1] >= 0
+        if not alone and not inside:
+            continue
+        if state.saved[k] < 0:
+            for v in range(stage.num_variants):
+                way = stage.variant(v)
+                after = _State(_kept(state), _with(state.saved, k, v), state.next_backward)
+                peak = stored + way.saved_bytes + way.forward_extra_bytes
+                yield Forward(k, "all", v), after, way.forward_seconds, peak
+        if not state.activations[k]:
+            peak = stored + stage.output_bytes + stage.forward_extra_bytes
+            after = _State(_with(_kept(state), k, 1), state.saved, state.next_backward)
+            yield Forward(k, "keep"), after, stage.forward_seconds, peak
+            if alone and (state.activations[k - 1] == 1 or not persistent):
+                activations = _with(_with(_kept(state), k - 1, 0), k, 1)
+                yield Forward(k, "drop"), _State(activations, state.saved, state.next_backward), stage.forward_seconds, peak
+    k = state.next_backward
+    if state.saved[k] >= 0 and (state.activations[k - 1] or state.saved[k - 1] >= 0):
+        way = chain.stage(k).variant(state.saved[k])
+        made = chain.gradient_bytes(k - 1) + (0 if chain.grads_resident else chain.stage(k).weight_grad_bytes)
+        # a[k] by itself is of no use any more, but nothing removes it.
+        after = _State(_with(_kept(state), k - 1, 0), _with(state.saved, k, -1), k - 1)
+        yield Backward(k), after, way.backward_seconds, stored + made + way.backward_extra_bytes
+
+
+def _kept(state: _State) -> tuple[int, ...]:
+    return tuple(2 if mark else 0 for mark in state.activations)
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
