@@ -47,7 +47,7 @@ def curve(chain: Chain, schedules: Iterator[tuple[Operation, ...]]) -> list[tupl
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is on the device: for each a[k] 0 absent, 1 just made, 2 kept; for each abar[k] -1 absent, or its variant."""
+    """What is on the device: each a[k] as 0 absent, 1 just made, 2 kept; each abar[k] as -1 absent, or its variant."""
 
     activations: tuple[int, ...]
     saved: tuple[int, ...]
@@ -116,7 +116,12 @@ def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Oper
             yield Forward(k, "keep"), after, stage.forward_seconds, peak
             if alone and (state.activations[k - 1] == 1 or not persistent):
                 activations = _with(_with(_kept(state), k - 1, 0), k, 1)
-                yield Forward(k, "drop"), _State(activations, state.saved, state.next_backward), stage.forward_seconds, peak
+                yield (
+                    Forward(k, "drop"),
+                    _State(activations, state.saved, state.next_backward),
+                    stage.forward_seconds,
+                    peak,
+                )
     k = state.next_backward
     if state.saved[k] >= 0 and (state.activations[k - 1] or state.saved[k - 1] >= 0):
         way = chain.stage(k).variant(state.saved[k])

@@ -61,7 +61,7 @@ class Costs(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """n"""
+        """n, the number of stages."""
         return len(self.activation) - 1
 
 

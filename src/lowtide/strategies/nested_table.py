@@ -9,12 +9,12 @@ Three parts, each a kernel over `nested.Costs`:
   schedules inside it and decides anew for each, so it is never slower than the table says and wins back what rounding
   gave away.
 
-Rows are filled tile by tile in order of t - s; the tiles of one distance do not depend on each other and run on a thread
-each. Decisions are not stored: finding them again takes O(n) for each of the at most 2n sub-schedules.
+Rows are filled tile by tile in order of t - s; the tiles of one distance do not depend on each other and run on a
+thread each. Decisions are not stored: finding them again takes O(n) for each of the at most 2n sub-schedules.
 
-Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1 and algorithms 1 and 2. Two
-things are said differently: the peak of the forwards before a split at p counts only the stages up to p - 1, since with
-variants the later ones may be run in a way that takes less; and delta[s-1] counts in the peak of backward s.
+Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1 and algorithms 1 and 2.
+Two things are said differently: the peak of the forwards before a split at p counts only the stages up to p - 1, since
+with variants the later ones may run in a way that takes less; and delta[s-1] counts in the peak of backward s.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int
 @njit(cache=True, nogil=True)
 def _own_peak(costs: Costs, way: int, t: int) -> int:
     """The peak of a way's forward, with what stands beside s..t, and of its backward."""
-    return max(costs.beside[t] + costs.way_forward[way], costs.way_backward[way])
+    return int(max(costs.beside[t] + costs.way_forward[way], costs.way_backward[way]))
 
 
 @njit(cache=True, nogil=True)
 def _forward_peak(costs: Costs, s: int, k: int) -> int:
     """The peak of forward k on the way from s to a split; the input of s itself is not counted."""
-    peak = costs.activation[k] + costs.forward_extra[k]
-    return peak + costs.activation[k - 1] if k > s else peak
+    peak = int(costs.activation[k] + costs.forward_extra[k])
+    return peak + int(costs.activation[k - 1]) if k > s else peak
 
 
 @njit(cache=True, nogil=True)
@@ -278,7 +278,7 @@ def _slower(least: Least, rows: Rows, values: Seconds, unit_bytes: int, s: int, 
         return np.inf
     low, high = rows.lowest[s, t], rows.highest[s, t]
     slot = min(rounded_down(available_bytes, unit_bytes), high - 1)
-    return values[rows.offset[s, t] + slot - low] if slot >= low else least.slower[s, t]
+    return float(values[rows.offset[s, t] + slot - low] if slot >= low else least.slower[s, t])
 
 
 @njit(cache=True, nogil=True)
@@ -354,7 +354,11 @@ class Table:
     def of(cls, costs: Costs, least: Least, available_bytes: int, most_slots: int) -> Table:
         """Fill the table for every budget up to `available_bytes`, cut into at most `most_slots` slots."""
         n = costs.num_stages
-        slots = Slots.for_budget(min(available_bytes, int(least.ample_bytes[1, n])), most_slots)
+        ample = int(least.ample_bytes[1, n])
+        slots = Slots.for_budget(min(available_bytes, ample), most_slots)
+        if available_bytes >= ample:
+            empty = np.zeros((n + 2, n + 2), np.int32)
+            return cls(costs, least, slots, Rows(empty, empty, empty.astype(np.int64)), np.empty(0))
         rows, size = _lay_rows(costs, least, slots.unit_bytes, slots.num_slots)
         values: Seconds = np.empty(size)
         num_tiles = -(-n // _TILE)

@@ -4,46 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.schedule import Schedule
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
-from lowtide.strategies.nested_table import Table, least_memory
+from lowtide.strategies.nested import costs_of
+from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
-
-NAME = "rotor"
 
 
 @dataclass(frozen=True, slots=True)
 class Rotor:
-    """Each stage is run forward with all it saves, or from a kept input as often as it takes, in the best nesting.
+    """Each stage runs with all that it saves, or from a kept input as often as it takes, in the best nesting.
 
     Chooses among the variants of each stage too. Reference: Beaumont et al., "Optimal checkpointing for heterogeneous
-    chains", 2019, §4.
+    chains: how to train deep neural networks with limited memory", 2019, §4.
 
     Args:
-        slots: how finely memory is cut; with a budget of no more bytes than that the answer is optimal.
+        slots: how finely memory is cut. With no more bytes than that to share out the answer is optimal; with more it
+            is optimal for sizes rounded up to slots, or better.
+
+    Example:
+        >>> from lowtide import Chain, Stage, solve
+        >>> chain = Chain("three", [Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in (1, 2, 3)])
+        >>> solve(chain, memory_budget=110, strategy="rotor").seconds
+        10.0
     """
 
     slots: int = DEFAULT_NUM_SLOTS
 
     def plan(self, problem: Problem) -> Answer:
-        """The fastest schedule within the budget.
+        """The fastest nested persistent schedule within the budget.
 
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.
         """
-        costs = costs_of(problem.chain)
-        least = least_memory(costs)
-        outside = outside_bytes(problem.chain)
-        minimum = outside + int(least.least_bytes[1, costs.num_stages])
-        if problem.memory_budget < minimum:
-            raise problem.infeasible(NAME, minimum)
-        available = problem.memory_budget - outside
-        table = Table.of(costs, least, available, self.slots)
-        decisions, _ = table.decisions(available)
-        return Answer(Schedule(NAME, operations_of(costs, decisions)))
+        return plan_nested(problem, costs_of(problem.chain), "rotor", self.slots)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The least peak of any nested schedule."""
-        costs = costs_of(problem.chain)
-        return outside_bytes(problem.chain) + int(least_memory(costs).least_bytes[1, costs.num_stages])
+        """The least peak of any nested persistent schedule."""
+        return nested_minimum_bytes(problem, costs_of(problem.chain))
