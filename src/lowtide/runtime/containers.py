@@ -31,12 +31,16 @@ class Slot:
 
 
 class Held:
-    """A tensor that a stage reads and that is neither its input nor made by it: it is kept as it is."""
+    """A tensor that a stage reads and that is neither its input nor made by it: it is kept as it is.
 
-    __slots__ = ("tensor", "version")
+    `origin` is the earlier stage that made it (0: the caller) and its number there; None for parameters and the like.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("origin", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, origin: tuple[int, int] | None = None) -> None:
         self.tensor = tensor
+        self.origin = origin
         self.version = 0 if tensor.is_inference() else tensor._version
 
 

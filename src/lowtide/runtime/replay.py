@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.interception import Interception
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout, StagedForward
@@ -43,13 +44,18 @@ class Form:
 class RecordedStage:
     """One stage of a recorded forward."""
 
-    def __init__(self, tape: Tape, inputs: dict[int, Form], outputs: list[Form]) -> None:
+    def __init__(self, tape: Tape, inputs: dict[int, Form], outputs: dict[int, Form]) -> None:
         self._tape = tape
-        self._numbers = list(inputs)
+        self.input_numbers = list(inputs)
+        """For each input its number among the previous stage's tensors (among the caller's, for stage 1)."""
         self.inputs = list(inputs.values())
         """The forms of the previous stage's tensors that this stage reads (of the caller's, for stage 1)."""
-        self.outputs = outputs
+        self.outputs = list(outputs.values())
         """The forms of this stage's tensors that the next stage reads; for the last stage, of the model's result."""
+        self.output_numbers = list(outputs)
+        """The numbers of the same among this stage's tensors, and then of those that only others read."""
+        self.held_numbers: set[int] = set()
+        """The numbers of this stage's tensors that later stages than the next one, or the caller, read."""
 
     @property
     def name(self) -> str:
@@ -66,12 +72,21 @@ class RecordedStage:
         """The tensors that it reads and that are neither its own nor the previous stage's; parameters included."""
         return [held.tensor for held in self._tape.held]
 
+    @property
+    def held_origins(self) -> list[tuple[int, int] | None]:
+        """For each of `held` the stage that made it and its number there; stage 0 is the caller."""
+        return [held.origin for held in self._tape.held]
+
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the stage again: `inputs` as in `self.inputs`, the result as in `self.outputs`.
 
         Random numbers and buffers are not looked after here: the caller does, where it matters.
         """
-        return self._tape.run(dict(zip(self._numbers, inputs, strict=True)))
+        return self.run_all(inputs)[: len(self.outputs)]
+
+    def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, with the result as in `self.output_numbers`."""
+        return self._tape.run(dict(zip(self.input_numbers, inputs, strict=True)))
 
 
 class Recording:
@@ -150,9 +165,22 @@ class _RecordedForward(StagedForward):
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().run(plain, args, kwargs)
+        self._find_held(result)
         for tape in self.tapes.values():
             tape.close()
         return result
+
+    def _find_held(self, result: Any) -> None:
+        """Find what others than the next stage read."""
+        returned = [self.ledger.find(tensor) for tensor in tensors_of(result)]
+        read = [held.origin for tape in self.tapes.values() for held in tape.held]
+        for origin in (*returned, *read):
+            if origin is not None and origin[0] in self.recorded and origin[0] != self.layout.num_stages:
+                self.recorded[origin[0]].held_numbers.add(origin[1])
+        for k, stage in self.recorded.items():
+            if stage.held_numbers:
+                stage.output_numbers = list(dict.fromkeys([*stage.output_numbers, *sorted(stage.held_numbers)]))
+                self.tapes[k].finish(stage.output_numbers)
 
     def begin_stage(self, k: int) -> None:
         if k == 1:
@@ -166,6 +194,7 @@ class _RecordedForward(StagedForward):
         super().end_stage(k, outputs)
         if self.tape is not None:
             inputs = {number: self._forms[k - 1][number] for number in self.tape.inputs}
-            self.recorded[k] = RecordedStage(self.tape, inputs, list(forms.values()))
+            self.recorded[k] = RecordedStage(self.tape, inputs, forms)
             if k - 1 in self.recorded:
+                self.recorded[k - 1].output_numbers = list(inputs)
                 self.recorded[k - 1].outputs = list(inputs.values())

@@ -147,7 +147,7 @@ class Tape:
                 if number not in self.inputs:
                     self.inputs[number] = self._new_slot()
                 return Slot(self.inputs[number])
-        held = Held(without_history(tensor))
+        held = Held(without_history(tensor), found)
         self.held.append(held)
         return held
 
