@@ -15,10 +15,12 @@ from lowtide.errors import (
     InfeasibleBudgetError,
     LowtideError,
     ScheduleError,
+    SizesError,
     StrategyError,
     UnitError,
 )
 from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
+from lowtide.select import Selection, select
 from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
 from lowtide.trace import Trace
@@ -39,6 +41,8 @@ __all__ = [
     "Release",
     "Schedule",
     "ScheduleError",
+    "Selection",
+    "SizesError",
     "Solution",
     "Stage",
     "StrategyError",
@@ -46,6 +50,7 @@ __all__ = [
     "UnitError",
     "Variant",
     "__version__",
+    "select",
     "simulate",
     "solve",
 ]

@@ -20,6 +20,10 @@ class ChainError(LowtideError, ValueError):
     """A chain, or a chain file, that is not well formed."""
 
 
+class SizesError(LowtideError, ValueError):
+    """A list of sizes, or a file of sizes, that is not well formed."""
+
+
 class ScheduleError(LowtideError, ValueError):
     """A schedule that is not well formed, or that is illegal for its chain.
 

@@ -41,6 +41,7 @@ FROZEN = {
         "--panel",
         "--over",
     },
+    "select": {"SIZES.json", "--model", "--algorithm", "--json"},
     "strategies": {"--json"},
 }
 

@@ -29,6 +29,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("lowtide.cli.simulate", "Say what a schedule uses: time, peak memory, idle time."),
     "compare": ("lowtide.cli.compare", "Show all strategies side by side, for several budgets."),
     "plot": ("lowtide.cli.plot", "Draw the frontier and the memory curve as a figure."),
+    "select": ("lowtide.cli.select", "Choose checkpoints for a plain list of sizes."),
     "strategies": ("lowtide.cli.strategies", "List the strategies."),
 }
 

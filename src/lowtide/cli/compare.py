@@ -9,7 +9,7 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
-from lowtide.cli.output import print_json, print_table
+from lowtide.cli.output import COLUMN_GAP, print_json, print_table
 from lowtide.cli.progress import DelayedProgress
 from lowtide.compare import BudgetComparison, Comparison, Outcome, compare
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
@@ -32,6 +32,8 @@ Strategies = Annotated[
         show_default=False,
     ),
 ]
+
+Column = tuple[str, list[str]]  # heading and cells
 
 # The width that a terminal has at the least.
 _NUM_COLUMNS = 80
@@ -121,42 +123,47 @@ def _print(comparison: Comparison) -> None:
     print(
         f"store-all: {format_seconds(comparison.store_all_seconds)} a step, {format_bytes(comparison.store_all_bytes)}"
     )
-    names = [outcome.strategy for outcome in comparison.budgets[0].outcomes]
+    outcomes = comparison.budgets[0].outcomes
+    names = [outcome.strategy for outcome in outcomes]
+    leasts = [format_bytes(outcome.minimum_bytes) for outcome in outcomes]
     columns = [_column(budget, comparison.store_all_seconds) for budget in comparison.budgets]
-    for part in _parts(max(len("strategy"), *map(len, names)), columns):
+    for part in _parts([("strategy", names), ("memory", leasts)], columns):
         print()
-        print_table(
-            ("strategy", *(heading for heading, _ in part)),
-            [(name, *(cells[row] for _, cells in part)) for row, name in enumerate(names)],
-        )
+        headings = ("strategy", "least\nmemory", *(heading for heading, _ in part))
+        rows = zip(names, leasts, *(cells for _, cells in part), strict=True)
+        print_table(headings, list(rows))
     print()
-    print("time relative to store-all, by budget; * the fastest; (least memory) where it does not fit")
+    print("time by budget, relative to store-all; * the fastest; - does not fit")
 
 
-def _column(budget: BudgetComparison, store_all_seconds: float) -> tuple[str, list[str]]:
+def _column(budget: BudgetComparison, store_all_seconds: float) -> Column:
     best = budget.best
-    return format_bytes(budget.memory_budget), [
-        _cell(outcome, store_all_seconds, marked=outcome is best) for outcome in budget.outcomes
-    ]
+    cells = [_cell(outcome, store_all_seconds, marked=outcome is best) for outcome in budget.outcomes]
+    return format_bytes(budget.memory_budget).replace(" ", "\n"), cells
 
 
 def _cell(outcome: Outcome, store_all_seconds: float, *, marked: bool) -> str:
     if outcome.seconds is None:
-        return f"({format_bytes(outcome.minimum_bytes)})"
+        return "-"
     ratio = _relative(outcome, store_all_seconds)
     text = f"{ratio:.3f}" if ratio is not None else format_seconds(outcome.seconds)
-    return f"{'*' if marked else ''}{text} "  # the blank stands under the parenthesis of the others
+    return f"*{text}" if marked else text
 
 
-def _parts(name_width: int, columns: Sequence[tuple[str, list[str]]]) -> list[list[tuple[str, list[str]]]]:
-    """The columns in groups, each of which fits a terminal's width beside the names."""
-    groups: list[list[tuple[str, list[str]]]] = [[]]
-    used = name_width
-    for heading, cells in columns:
-        width = 2 + max(len(heading), *map(len, cells))
-        if groups[-1] and used + width > _NUM_COLUMNS:
+def _parts(fixed: Sequence[Column], columns: Sequence[Column]) -> list[list[Column]]:
+    """The columns in groups, each of which fits a terminal's width beside the fixed ones."""
+    fixed_width = sum(map(_width, fixed))
+    groups: list[list[Column]] = [[]]
+    used = fixed_width
+    for column in columns:
+        if groups[-1] and used + _width(column) > _NUM_COLUMNS:
             groups.append([])
-            used = name_width
-        groups[-1].append((heading, cells))
-        used += width
+            used = fixed_width
+        groups[-1].append(column)
+        used += _width(column)
     return groups
+
+
+def _width(column: Column) -> int:
+    heading, cells = column
+    return COLUMN_GAP + max(len(line) for line in (*heading.splitlines(), *cells))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+# Blanks between two columns of `print_table`.
+COLUMN_GAP = 2
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -26,33 +26,26 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, num_left: int = 1
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
     """Print a table that fits the terminal, 80 columns where the output is none.
 
     Args:
         columns: their headings.
         rows: a cell each; rich's markup is not interpreted.
-        title: a line above the table.
         num_left: how many columns, from the first, are aligned to the left; the others to the right.
     """
     from rich.box import SIMPLE_HEAD
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(columns):
         table.add_column(Text(heading), justify="left" if index < num_left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    if title is not None:
-        print(title)
-    console(sys.stdout).print(table)
-
-
-def console(stream: TextIO) -> Console:
-    """A rich console on a stream."""
-    from rich.console import Console
-
-    return Console(file=stream, highlight=False, soft_wrap=False)
+    console = Console(file=sys.stdout, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
