@@ -1,0 +1,211 @@
+// Step time against memory: a line for each strategy, the best of all, and the budget as a line that can be dragged.
+
+// Beyond this ratio of most to least memory the axis is logarithmic: else all that matters would be at its left end.
+const LARGEST_LINEAR_RATIO = 8;
+
+// Each strategy has a mark beside its colour: lines stay apart without colour.
+const MARKS = [
+  "M-3 -3H3V3H-3Z", "M0 -4L4 3H-4Z", "M0 4L4 -3H-4Z", "M0 -4L4 0L0 4L-4 0Z", "M-3.5 -1H-1V-3.5H1V-1H3.5V1H1V3.5H-1V1H-3.5Z",
+  "M-4 0L3 -4V4Z", "M4 0L-3 -4V4Z",
+];
+const LINE_COLOURS = [3, 4, 6, 5, 2, 7, 1];
+
+class FrontierChart {
+  constructor(state, choose) {
+    this.state = state;
+    this.choose = choose;
+    this.highlighted = null;
+    this.figure = document.getElementById("frontier");
+    this.frame = new Frame(this.figure, 20, () => this.draw(), { canvas: false });
+    this.curves = state.data.curves.filter((curve) => curve.strategy !== "store-all" && curve.points.length);
+    this.curves.forEach((curve, index) => {
+      curve.colour = `var(--layer-${LINE_COLOURS[index % LINE_COLOURS.length]})`;
+      curve.mark = MARKS[index % MARKS.length];
+    });
+    const area = this.frame.svg;
+    const follow = (event) => {
+      const box = area.getBoundingClientRect();
+      this.choose(this.nearestPlan(this.memoryAt(event.clientX - box.left)));
+    };
+    area.addEventListener("pointerdown", (event) => {
+      area.setPointerCapture(event.pointerId);
+      this.dragging = true;
+      follow(event);
+    });
+    area.addEventListener("pointermove", (event) => this.dragging && follow(event));
+    for (const name of ["pointerup", "pointercancel"]) area.addEventListener(name, () => (this.dragging = false));
+  }
+
+  scale() {
+    const { data, envelope } = this.state;
+    const budgets = data.plans.map((plan) => plan.budget);
+    const least = Math.min(data.minimum, ...budgets);
+    const most = Math.max(data.storeAll.peak, ...budgets);
+    this.logarithmic = most > LARGEST_LINEAR_RATIO * least && least > 0;
+    const pad = this.logarithmic ? (most / least) ** 0.04 : 0.04 * (most - least || most);
+    this.least = this.logarithmic ? least / pad : Math.max(0, least - pad);
+    this.most = this.logarithmic ? most * pad : most + pad;
+    const plain = data.storeAll.seconds;
+    const slowest = Math.max(plain, ...envelope.map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
+    this.fast = plain - 0.08 * (slowest - plain || plain);
+    this.slow = slowest + 0.12 * (slowest - plain || plain);
+  }
+
+  x(bytes) {
+    const { left, right } = this.frame;
+    const share = this.logarithmic
+      ? Math.log(bytes / this.least) / Math.log(this.most / this.least)
+      : (bytes - this.least) / (this.most - this.least);
+    return left + share * (right - left);
+  }
+
+  memoryAt(x) {
+    const { left, right } = this.frame;
+    const share = (x - left) / (right - left);
+    return this.logarithmic ? this.least * (this.most / this.least) ** share : this.least + share * (this.most - this.least);
+  }
+
+  y(seconds) {
+    const { top, bottom } = this.frame;
+    return bottom - ((seconds - this.fast) / (this.slow - this.fast)) * (bottom - top);
+  }
+
+  nearestPlan(bytes) {
+    const x = this.x(Math.max(bytes, 1));
+    const distances = this.state.data.plans.map((plan) => Math.abs(this.x(plan.budget) - x));
+    return distances.indexOf(Math.min(...distances));
+  }
+
+  path(points) {
+    let line = "";
+    points.forEach(([bytes, seconds], index) => {
+      line += index ? `H${this.x(bytes)}V${this.y(seconds)}` : `M${this.x(bytes)} ${this.y(seconds)}`;
+    });
+    return `${line}H${this.frame.right}`;
+  }
+
+  draw() {
+    const { frame, state } = this;
+    if (!frame.measure({ top: 1.5, bottom: 2.75 })) return;
+    this.scale();
+    const memoryTicks = this.logarithmic ? this.doublings() : byteTicks(this.least, this.most, frame.width / (6 * rem()));
+    frame.axisX(memoryTicks, (value) => this.x(value));
+    frame.axisY(timeTicks(this.fast, this.slow, 6), (value) => this.y(value));
+    const clip = svg("clipPath", { id: "frontier-clip" }, frame.svg);
+    svg("rect", { x: frame.left, y: 0, width: Math.max(0, frame.right - frame.left), height: frame.bottom }, clip);
+    const lines = svg("g", { "clip-path": "url(#frontier-clip)" }, frame.svg);
+    const plain = state.data.storeAll;
+    svg("line", { x1: frame.left, x2: frame.right, y1: this.y(plain.seconds), y2: this.y(plain.seconds), class: "plain" }, lines);
+    svg("path", { d: this.path(state.envelope), class: "best" }, lines);
+    for (const curve of this.curves) this.drawCurve(curve, lines);
+    if (this.highlighted) this.drawCurve(this.highlighted, lines);
+    this.drawMarks(lines);
+  }
+
+  drawCurve(curve, parent) {
+    const faded = this.highlighted && this.highlighted !== curve;
+    const chosen = this.highlighted === curve;
+    const group = svg("g", { class: `curve${faded ? " faded" : ""}${chosen ? " chosen" : ""}` }, parent);
+    svg("path", { d: this.path(curve.points), stroke: curve.colour }, group);
+    for (const [bytes, seconds] of curve.points) {
+      svg("path", { d: curve.mark, fill: curve.colour, class: "mark", transform: `translate(${this.x(bytes)} ${this.y(seconds)}) scale(.75)` }, group);
+    }
+  }
+
+  drawMarks(lines) {
+    const { frame, state } = this;
+    const { data, plan } = state;
+    const below = frame.bottom + 2.1 * rem();
+    const note = (bytes, text, anchor) => {
+      svg("line", { x1: this.x(bytes), x2: this.x(bytes), y1: frame.bottom, y2: frame.bottom + 1.35 * rem(), class: "pointer" }, frame.svg);
+      svg("text", { x: this.x(bytes), y: below, "text-anchor": anchor, class: "note" }, frame.svg, text);
+    };
+    note(data.minimum, `least ${formatBytes(data.minimum)}`, "start");
+    note(data.storeAll.peak, `store-all ${formatBytes(data.storeAll.peak)}`, "end");
+    svg("circle", { cx: this.x(data.storeAll.peak), cy: this.y(data.storeAll.seconds), r: 5, class: "store-all" }, lines);
+    if (data.own !== null) {
+      const own = data.plans[data.own];
+      svg("path", { d: `M${this.x(own.budget)} ${frame.top}V${frame.bottom}`, class: "own" }, lines);
+    }
+    const x = this.x(plan.budget);
+    svg("path", { d: `M${x} ${frame.top}V${frame.bottom}`, class: "budget" }, frame.svg);
+    svg("circle", { cx: x, cy: this.y(plan.seconds), r: 7, class: "handle" }, frame.svg);
+    const anchor = x > (frame.left + frame.right) / 2 ? "end" : "start";
+    const words = data.own === state.index ? "your budget" : "budget";
+    svg("text", { x: x + (anchor === "end" ? -6 : 6), y: frame.top - 0.35 * rem(), "text-anchor": anchor, class: "budget-label" },
+      frame.svg, `${words} ${formatBytes(plan.budget)}`);
+  }
+
+  doublings() {
+    const found = [];
+    for (let power = Math.floor(Math.log2(this.least)); 2 ** power <= this.most; power += 1) {
+      for (const value of [2 ** power, 1.5 * 2 ** power]) {
+        const unit = byteUnit(value);
+        if (value >= this.least && value <= this.most) found.push({ value, label: `${value / unit.factor} ${unit.name}` });
+      }
+    }
+    return found;
+  }
+
+  highlight(curve) {
+    this.highlighted = curve;
+    this.draw();
+  }
+}
+
+// What each strategy comes to at the budget, the fastest first.
+class StrategyTable {
+  constructor(state, frontier) {
+    this.state = state;
+    this.frontier = frontier;
+    this.table = document.getElementById("strategies");
+  }
+
+  draw() {
+    const { data, plan } = this.state;
+    const plain = data.storeAll.seconds;
+    const rows = data.curves.map((curve) => ({ curve, point: pointAt(curve.points, plan.budget) }));
+    rows.sort((one, other) => (one.point?.[1] ?? Infinity) - (other.point?.[1] ?? Infinity) || one.curve.minimum - other.curve.minimum);
+    const slowest = Math.max(plain, ...rows.filter((row) => row.point).map((row) => row.point[1]));
+    this.table.caption.textContent = `Every strategy within ${formatBytes(plan.budget)}`;
+    const focused = document.activeElement?.closest?.("#strategies button")?.textContent;
+    const body = this.table.tBodies[0];
+    body.replaceChildren();
+    for (const { curve, point } of rows) {
+      const row = element("tr", point ? {} : { class: "infeasible" }, body);
+      this.name(row, curve, focused);
+      if (!point) {
+        element("td", { colspan: 2 }, row, `needs ${formatBytes(curve.minimum)}`);
+        continue;
+      }
+      element("td", { class: "number" }, row, formatSeconds(point[1]));
+      const cell = element("td", { class: "bar-cell" }, row);
+      const bar = element("i", { class: "bar" }, cell);
+      bar.style.width = `${(55 * (point[1] - plain)) / (slowest - plain || 1)}%`;
+      element("span", {}, cell, plain ? `+${formatPercent(point[1] / plain - 1)}` : "");
+    }
+    const skipped = data.curves.filter((curve) => curve.skipped);
+    if (skipped.length) {
+      const names = skipped.map((curve) => curve.strategy).join(", ");
+      element("td", { colspan: 3, class: "hint" }, element("tr", {}, body), `Tried at fewer budgets for lack of time: ${names}.`);
+    }
+  }
+
+  name(row, curve, focused) {
+    const head = element("th", { scope: "row" }, row);
+    if (curve.strategy === "store-all") {
+      head.textContent = curve.strategy;
+      return;
+    }
+    const isChosen = () => this.frontier.highlighted === curve;
+    const button = element("button", { type: "button", "aria-pressed": String(isChosen()), title: "Show this line" }, head);
+    const mark = svg("svg", { viewBox: "-5 -5 10 10", width: 10, height: 10, "aria-hidden": "true" }, button);
+    svg("path", { d: curve.mark ?? "", fill: curve.colour ?? "none" }, mark);
+    button.append(curve.strategy);
+    button.addEventListener("click", () => {
+      this.frontier.highlight(isChosen() ? null : curve);
+      this.draw();
+    });
+    if (focused === curve.strategy) button.focus();
+  }
+}
