@@ -10,6 +10,7 @@ import os
 import selectors
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 
+# The browser reads its commands from descriptor 3 and writes its answers to descriptor 4.
+LAUNCHER = """
+import fcntl, os, sys
+high = [fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3]]
+os.dup2(high[0], 3)
+os.dup2(high[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
 # How long a page may take to answer before a test is called hung; no measure of speed.
 PATIENCE_SECONDS = 60.0
 
@@ -49,10 +59,9 @@ def chromium(path: str) -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         to_browser, commands = os.pipe()
         answers, from_browser = os.pipe()
-        # The browser reads its commands from descriptor 3 and writes its answers to descriptor 4.
-        line = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
+        given = [str(to_browser), str(from_browser), path, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(
-            ["/bin/sh", "-c", line, "sh", path, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            [sys.executable, "-c", LAUNCHER, *given],
             pass_fds=(to_browser, from_browser),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -82,6 +91,7 @@ class Browser:
         self.numbers = itertools.count(1)
         self.buffer = b""
         self.events: list[dict[str, Any]] = []
+        self.targets: list[str] = []
         os.set_blocking(answers, False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(answers, selectors.EVENT_READ)
@@ -110,11 +120,20 @@ class Browser:
         text, _, self.buffer = self.buffer.partition(b"\0")
         return json.loads(text)
 
+    def new_tab(self) -> Tab:
+        """A new, empty tab."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.targets.append(target)
+        return Tab(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+
+    def close_tabs(self) -> None:
+        while self.targets:
+            self.call("Target.closeTarget", targetId=self.targets.pop())
+        self.events.clear()
+
     def open(self, path: Path, *, width: int = 1280, height: int = 900, scheme: str = "light") -> Tab:
         """A new tab with a file in it, drawn."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = Tab(self, session)
+        tab = self.new_tab()
         for domain in ("Page", "Runtime", "Log", "Network"):
             tab.call(f"{domain}.enable")
         tab.resize(width, height)

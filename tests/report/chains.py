@@ -101,8 +101,8 @@ def periodic_survey(chain: Chain, *, memory_budget: int | None = None) -> Survey
             kept.append(point)
     last = point_of(chain, "store-all", store_all)
     curves = (
-        Curve("store-all", last.peak_bytes, (last,), 0),
-        Curve("segments", kept[0].peak_bytes, tuple(kept), 0),
+        Curve("store-all", last.peak_bytes, (last,), (), 0),
+        Curve("segments", kept[0].peak_bytes, tuple(kept), (), 0),
     )
     plans = [Plan(p.peak_bytes + MIB, p.schedule, simulate(chain, p.schedule)) for p in (*kept, last)]
     if memory_budget is not None:
@@ -110,6 +110,14 @@ def periodic_survey(chain: Chain, *, memory_budget: int | None = None) -> Survey
         plans.append(Plan(memory_budget, best.schedule, simulate(chain, best.schedule)))
         plans.sort(key=lambda plan: plan.memory_budget)
     return Survey(chain, 0, True, simulate(chain, store_all), curves, tuple(plans))
+
+
+def bare_survey(chain: Chain) -> Survey:
+    """A survey that knows plain training alone."""
+    point = point_of(chain, "store-all", store_all_schedule(chain.num_stages))
+    trace = simulate(chain, point.schedule)
+    plan = Plan(point.peak_bytes, point.schedule, trace)
+    return Survey(chain, 0, True, trace, (Curve("store-all", point.peak_bytes, (point,), (), 0),), (plan,))
 
 
 def point_of(chain: Chain, strategy: str, schedule: Schedule) -> Point:

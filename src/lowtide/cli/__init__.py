@@ -28,6 +28,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "solve": ("lowtide.cli.solve", "Compute a schedule that stays within a memory budget."),
     "simulate": ("lowtide.cli.simulate", "Say what a schedule uses: time, peak memory, idle time."),
     "compare": ("lowtide.cli.compare", "Show all strategies side by side, for several budgets."),
+    "report": ("lowtide.cli.report", "Write a page: what fits, what it costs, what happens when."),
     "plot": ("lowtide.cli.plot", "Draw the frontier and the memory curve as a figure."),
     "select": ("lowtide.cli.select", "Choose checkpoints for a plain list of sizes."),
     "strategies": ("lowtide.cli.strategies", "List the strategies."),

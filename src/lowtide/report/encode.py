@@ -51,7 +51,9 @@ class Effect:
         return [self.code, int(self.repeated), self.stage, self.variant, self.seconds, during, after]
 
 
-def encode(survey: Survey, plans: Sequence[Plan], *, own: int | None, measured: dict[str, Any] | None) -> dict[str, Any]:
+def encode(
+    survey: Survey, plans: Sequence[Plan], *, own: int | None, measured: dict[str, Any] | None
+) -> dict[str, Any]:
     """Everything that the page shows, as plain data.
 
     Args:
@@ -76,6 +78,7 @@ def encode(survey: Survey, plans: Sequence[Plan], *, own: int | None, measured: 
                 "strategy": curve.strategy,
                 "minimum": curve.minimum_bytes,
                 "skipped": curve.num_skipped,
+                "tried": curve.tried_bytes if curve.num_skipped else (),
                 "points": [[point.peak_bytes, point.seconds] for point in curve.points],
             }
             for curve in survey.curves

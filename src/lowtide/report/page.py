@@ -203,4 +203,6 @@ def _colours() -> str:
         return f"{selector}{{{layers}{phases}}}\n"
 
     dark = block(":root:not([data-theme=light])", DARK)
-    return f"{block(':root', LIGHT)}@media (prefers-color-scheme:dark){{{dark}}}\n{block(':root[data-theme=dark]', DARK)}"
+    return (
+        f"{block(':root', LIGHT)}@media (prefers-color-scheme:dark){{{dark}}}\n{block(':root[data-theme=dark]', DARK)}"
+    )

@@ -46,8 +46,10 @@ class Curve:
     strategy: str
     minimum_bytes: int
     points: tuple[Point, ...]
+    tried_bytes: tuple[int, ...]
+    """The budgets that were tried."""
     num_skipped: int
-    """How many budgets were not tried for lack of time."""
+    """How many were not, for lack of time."""
 
     def at(self, memory_budget: int) -> Point | None:
         """The fastest point that fits."""
@@ -147,14 +149,15 @@ def survey(
     store_all = solved(STORE_ALL, minimums[STORE_ALL])
     budgets = _budgets(min(minimums.values()), store_all.peak_bytes, num_budgets)
     budgets = sorted({*budgets, *(budget for budget in memory_budgets if budget >= budgets[0])})
-    order = list(coarse_to_fine(budgets, first=memory_budgets))
     patience = None if patience_seconds is None else patience_seconds / len(names)
     curves = []
     for done, name in enumerate(names):
         say(name, 0.1 + 0.9 * done / len(names))
-        wanted = [budget for budget in order if budget >= minimums[name]]
+        within = sorted({minimums[name], *(budget for budget in budgets if budget >= minimums[name])})
+        wanted = list(coarse_to_fine(within, first=memory_budgets))
         points = _points(solved, name, wanted, patience)
-        curves.append(Curve(name, minimums[name], _best(points), len(wanted) - len(points)))
+        tried = tuple(sorted(wanted[: len(points)]))
+        curves.append(Curve(name, minimums[name], _best(points), tried, len(wanted) - len(points)))
     plans = _plans(chain, curves, budgets, bandwidth, duplex)
     return Survey(chain, bandwidth, duplex, store_all.trace, tuple(curves), plans)
 
@@ -227,7 +230,7 @@ def _plans(
     chain: Chain, curves: Sequence[Curve], budgets: Sequence[int], bandwidth: int, duplex: bool
 ) -> tuple[Plan, ...]:
     """The fastest schedule at each budget, simulated."""
-    best = Curve(AUTO, 0, _best([point for curve in curves for point in curve.points]), 0)
+    best = Curve(AUTO, 0, _best([point for curve in curves for point in curve.points]), (), 0)
     traces: dict[int, Trace] = {}  # by the point's peak, which is its own among the best
     plans = []
     for budget in budgets:

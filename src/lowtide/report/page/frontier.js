@@ -2,6 +2,10 @@
 
 // Beyond this ratio of most to least memory the axis is logarithmic: else all that matters would be at its left end.
 const LARGEST_LINEAR_RATIO = 8;
+const LARGEST_LINEAR_SLOWDOWN = 2.5;
+
+// The marks of an axis of factors: times plain training.
+const FACTORS = [1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128];
 
 // Each strategy has a mark beside its colour: lines stay apart without colour.
 const MARKS = [
@@ -47,8 +51,11 @@ class FrontierChart {
     this.most = this.logarithmic ? most * pad : most + pad;
     const plain = data.storeAll.seconds;
     const slowest = Math.max(plain, ...envelope.map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
-    this.fast = plain - 0.08 * (slowest - plain || plain);
-    this.slow = slowest + 0.12 * (slowest - plain || plain);
+    // Times that differ by factors are compared by factors.
+    this.byFactors = plain > 0 && slowest > LARGEST_LINEAR_SLOWDOWN * plain;
+    const space = this.byFactors ? Math.log(slowest / plain) : slowest - plain || plain || 1;
+    this.fast = this.byFactors ? plain * Math.exp(-0.08 * space) : plain - 0.08 * space;
+    this.slow = this.byFactors ? slowest * Math.exp(0.1 * space) : slowest + 0.1 * space;
   }
 
   x(bytes) {
@@ -67,7 +74,10 @@ class FrontierChart {
 
   y(seconds) {
     const { top, bottom } = this.frame;
-    return bottom - ((seconds - this.fast) / (this.slow - this.fast)) * (bottom - top);
+    const share = this.byFactors
+      ? Math.log(seconds / this.fast) / Math.log(this.slow / this.fast)
+      : (seconds - this.fast) / (this.slow - this.fast);
+    return bottom - share * (bottom - top);
   }
 
   nearestPlan(bytes) {
@@ -90,7 +100,10 @@ class FrontierChart {
     this.scale();
     const memoryTicks = this.logarithmic ? this.doublings() : byteTicks(this.least, this.most, frame.width / (6 * rem()));
     frame.axisX(memoryTicks, (value) => this.x(value));
-    frame.axisY(timeTicks(this.fast, this.slow, 6), (value) => this.y(value));
+    const found = this.byFactors
+      ? FACTORS.map((factor) => ({ value: factor * state.data.storeAll.seconds, label: `${factor} ×` }))
+      : timeTicks(this.fast, this.slow, 6);
+    frame.axisY(found, (value) => this.y(value));
     const clip = svg("clipPath", { id: "frontier-clip" }, frame.svg);
     svg("rect", { x: frame.left, y: 0, width: Math.max(0, frame.right - frame.left), height: frame.bottom }, clip);
     const lines = svg("g", { "clip-path": "url(#frontier-clip)" }, frame.svg);
@@ -106,7 +119,8 @@ class FrontierChart {
     const faded = this.highlighted && this.highlighted !== curve;
     const chosen = this.highlighted === curve;
     const group = svg("g", { class: `curve${faded ? " faded" : ""}${chosen ? " chosen" : ""}` }, parent);
-    svg("path", { d: this.path(curve.points), stroke: curve.colour }, group);
+    const line = svg("path", { d: this.path(curve.points), stroke: curve.colour }, group);
+    if (curve.skipped) line.setAttribute("stroke-dasharray", "5 4"); // between its points it may be faster
     for (const [bytes, seconds] of curve.points) {
       svg("path", { d: curve.mark, fill: curve.colour, class: "mark", transform: `translate(${this.x(bytes)} ${this.y(seconds)}) scale(.75)` }, group);
     }
@@ -178,7 +192,8 @@ class StrategyTable {
         element("td", { colspan: 2 }, row, `needs ${formatBytes(curve.minimum)}`);
         continue;
       }
-      element("td", { class: "number" }, row, formatSeconds(point[1]));
+      const isKnown = !curve.skipped || curve.tried.includes(plan.budget);
+      element("td", { class: "number" }, row, `${isKnown ? "" : "≤ "}${formatSeconds(point[1])}`);
       const cell = element("td", { class: "bar-cell" }, row);
       const bar = element("i", { class: "bar" }, cell);
       bar.style.width = `${(55 * (point[1] - plain)) / (slowest - plain || 1)}%`;
@@ -187,7 +202,7 @@ class StrategyTable {
     const skipped = data.curves.filter((curve) => curve.skipped);
     if (skipped.length) {
       const names = skipped.map((curve) => curve.strategy).join(", ");
-      element("td", { colspan: 3, class: "hint" }, element("tr", {}, body), `Tried at fewer budgets for lack of time: ${names}.`);
+      element("td", { colspan: 3, class: "hint" }, element("tr", {}, body), `Tried at few budgets only, for lack of time, and dashed: ${names}.`);
     }
   }
 

@@ -1,0 +1,89 @@
+"""`lowtide report`: the report page of a chain."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtide.chain import Chain
+from lowtide.cli.options import (
+    Bandwidth,
+    ChainFile,
+    HalfDuplex,
+    OptionalScheduleFile,
+    Slots,
+    SurveyStrategies,
+    bandwidth_option,
+    bytes_option,
+)
+from lowtide.cli.progress import DelayedProgress
+from lowtide.report import write_report
+from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS
+from lowtide.schedule import Schedule
+
+OutputFile = Annotated[
+    str, typer.Option("-o", "--output", metavar="PLAN.html", help="Write the page here.", show_default=False)
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="BYTES",
+        help="Your budget, such as 8GiB: the page opens on it. Default: a schedule's own peak.",
+        show_default=False,
+    ),
+]
+NumBudgets = Annotated[
+    int, typer.Option("--budgets", metavar="N", min=2, help="For how many budgets schedules are computed ahead.")
+]
+Patience = Annotated[
+    float,
+    typer.Option(
+        "--patience", metavar="SECONDS", min=0, help="How long all strategies may solve; slow ones get fewer budgets."
+    ),
+]
+
+EXAMPLES = (
+    "lowtide report chain.json -o plan.html",
+    "lowtide report chain.json --memory 8GiB --bandwidth 12GB/s -o plan.html",
+    "lowtide report chain.json schedule.json --memory 8GiB -o plan.html",
+)
+
+
+def command(
+    chain_file: ChainFile,
+    output: OutputFile,
+    schedule_file: OptionalScheduleFile = None,
+    memory: Memory = None,
+    bandwidth: Bandwidth = None,
+    strategy: SurveyStrategies = None,
+    slots: Slots = None,
+    half_duplex: HalfDuplex = False,
+    num_budgets: NumBudgets = DEFAULT_NUM_BUDGETS,
+    patience: Patience = DEFAULT_PATIENCE_SECONDS,
+) -> None:
+    """Write a page that shows what fits, what it costs and what happens when.
+
+    The page is one file that opens from disk in any browser and needs no network. It opens on the schedule, or on the
+    fastest one within the budget; moving the budget on the page shows the others.
+    """
+    rate = bandwidth_option(bandwidth)
+    budget = None if memory is None else bytes_option("--memory", memory)
+    chain = Chain.load(chain_file)
+    schedule = None if schedule_file is None else Schedule.load(schedule_file)
+    with DelayedProgress() as progress:
+        write_report(
+            output,
+            chain,
+            schedule,
+            memory_budget=budget,
+            bandwidth=rate,
+            duplex=not half_duplex,
+            strategies=strategy or (),
+            slots=slots,
+            num_budgets=num_budgets,
+            patience_seconds=patience,
+            progress=progress,
+        )
+    print(f"written to {output}; open it in a browser")

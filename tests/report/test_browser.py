@@ -1,0 +1,381 @@
+"""The page in a real browser: it draws without complaint, and what it shows is what the simulator said."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from tests.report.browser import chromium, find_chromium
+from tests.report.chains import (
+    MIB,
+    deep_chain,
+    moving_schedule,
+    periodic_survey,
+    point_of,
+    recomputing_schedule,
+    small_chain,
+    store_all_schedule,
+)
+
+from lowtide import Chain, simulate
+from lowtide.report.page import Measured, render
+from lowtide.report.survey import Curve, Plan, Survey
+from lowtide.report.timeline import spans
+from lowtide.units import format_bandwidth, format_bytes, format_seconds
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (apt-get install chromium)"),
+]
+
+ARTEFACTS = Path(__file__).parents[2] / "artefacts"
+BANDWIDTH = 4 * 10**9
+
+
+@pytest.fixture(scope="module")
+def started():
+    with chromium(find_chromium()) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(started):
+    yield started
+    started.close_tabs()
+
+
+def moving_page():
+    """Three plans of the small chain: recomputing, moving (the user's own), and plain training."""
+    chain = small_chain()
+    schedules = {
+        "recomputing": recomputing_schedule(),
+        "moving": moving_schedule(),
+        "store-all": store_all_schedule(4),
+    }
+    traces = {name: simulate(chain, schedule, bandwidth=BANDWIDTH) for name, schedule in schedules.items()}
+    budgets = {"recomputing": 80 * MIB, "moving": 100 * MIB, "store-all": 112 * MIB}
+    plans = {name: Plan(budgets[name], schedules[name], traces[name]) for name in schedules}
+    points = {
+        "recomputing": point_of(chain, "recomputing", schedules["recomputing"]),
+        "store-all": point_of(chain, "store-all", schedules["store-all"]),
+    }
+    curves = [Curve(name, point.peak_bytes, (point,), (), 0) for name, point in points.items()]
+    found = Survey(chain, BANDWIDTH, True, traces["store-all"], tuple(curves), tuple(plans.values()))
+    text = render(found, own=plans["moving"], measured=Measured(26e-3, 92 * MIB, "a small card", 20))
+    return text, plans
+
+
+@pytest.fixture(scope="module")
+def moving_file(tmp_path_factory):
+    text, plans = moving_page()
+    path = tmp_path_factory.mktemp("page") / "moving.html"
+    path.write_text(text)
+    return path, plans
+
+
+@pytest.fixture(scope="module")
+def deep_file(tmp_path_factory):
+    chain = deep_chain(339)
+    found = periodic_survey(chain)
+    path = tmp_path_factory.mktemp("page") / "deep.html"
+    path.write_text(render(found, memory_budget=found.plans[5].memory_budget))
+    return path, found
+
+
+def plot(tab, selector):
+    """The left and right end of a chart's plot, and its middle height, in the window."""
+    box = tab.box(selector)
+    return box["x"] + 4.4 * 16, box["x"] + box["width"] - 0.75 * 16, box["y"] + box["height"] / 2
+
+
+def words(chain, span):
+    """An operation as the page names it."""
+    verb, *rest = span.step.operation.to_list()
+    name = chain.stage(span.step.operation.stage).name
+    if verb == "forward":
+        return f"Forward{' again' if span.step.repeated else ''} of {name}"
+    if verb == "backward":
+        return f"Backward of {name}"
+    value = {"a": f"the output of {name}", "abar": f"what {name} saved"}[rest[0]]
+    return {
+        "offload": f"Start copying {value} to the host",
+        "release": f"Let {value} go from the device",
+        "prefetch": f"Start copying {value} back",
+        "await": f"Wait until {value} has arrived",
+    }[verb]
+
+
+@pytest.mark.parametrize("page", ["moving", "deep"])
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_it_draws_without_complaint(look, page, browser, moving_file, deep_file):
+    path = {"moving": moving_file, "deep": deep_file}[page][0]
+    width = 390 if look == "phone" else 1280
+    tab = browser.open(path, width=width, scheme="dark" if look == "dark" else "light")
+    assert tab.complaints() == []
+    # Nothing makes the page itself scroll sideways; wide tables scroll in their own frames.
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    height = tab.evaluate("document.documentElement.scrollHeight")
+    tab.resize(width, height)
+    tab.screenshot(ARTEFACTS / f"report-{page}-{look}.png")
+    # The canvases are not empty: more than one colour is on each.
+    for chart in ("#memory-chart", "#lanes-chart"):
+        colours = f"""(() => {{
+            const canvas = document.querySelector("{chart} canvas");
+            const picture = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return new Set(new Uint32Array(picture.data.buffer)).size;
+        }})()"""
+        assert tab.evaluate(colours) > 3
+    assert tab.complaints() == []
+
+
+def test_what_the_page_adds_up_is_what_the_simulator_said(browser, moving_file, deep_file):
+    script = (files("lowtide.report") / "page" / "data.js").read_text()
+    for path, plans in ((moving_file[0], list(moving_file[1].values())), (deep_file[0], list(deep_file[1].plans))):
+        tab = browser.open(path)
+        found = tab.evaluate(
+            f"""(async () => {{ {script}
+                const data = await unpack(document.getElementById("data").textContent);
+                return data.plans.map((plan) => {{
+                    const spelled = spellOut(data, plan);
+                    return [Array.from(spelled.total), Array.from(spelled.finish)];
+                }});
+            }})()"""
+        )
+        assert len(found) == len(plans)
+        for plan, (totals, finishes) in zip(plans, found, strict=True):
+            assert totals == [step.peak_bytes for step in plan.trace.steps]
+            expected = [span.finish for span in spans(plan.trace)]
+            assert finishes == pytest.approx(expected, abs=1e-6 * plan.trace.seconds)
+
+
+def test_the_head_says_what_fits_and_what_was_seen(browser, moving_file):
+    tab = browser.open(moving_file[0])
+    assert tab.text("#chain-name") == "small"
+    assert tab.text("#verdict-title") == "Fits in 100.00 MiB"
+    assert "A step takes 25.5 ms (by hand), 50 % slower than plain training." in tab.text("#verdict-text")
+    assert "A faster one fits too: recomputing, 20.0 ms." in tab.text("#verdict-text")
+    rows = tab.evaluate("[...document.querySelectorAll('#measured tbody tr')].map((row) => row.innerText.split('\\t'))")
+    assert rows == [
+        ["Peak memory", "91.00 MiB", "92.00 MiB", "+1.1 %"],
+        ["Step time", "25.5 ms", "26.0 ms", "+2.0 %"],
+    ]
+    assert "on a small card over 20 steps" in tab.text("#measured-text")
+
+
+def test_hovering_over_operations_shows_each(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    left, right, middle = plot(tab, "#memory-chart")
+    trace = plans["moving"].trace
+    for index, span in enumerate(spans(trace)):
+        tab.mouse("mouseMoved", left + (index + 0.5) / len(trace.steps) * (right - left), middle)
+        assert tab.text("#operation-title") == words(small_chain(), span)
+        detail = tab.text("#operation-text")
+        assert f"operation {index + 1} of 12" in detail
+        assert f"{format_bytes(span.step.peak_bytes)} on the device" in detail
+        assert words(small_chain(), span) in tab.text("#memory-chart .tip")
+        shown = tab.evaluate("[...document.querySelectorAll('#legend b')].map((cell) => cell.textContent)")
+        assert shown == [format_bytes(num_bytes) for num_bytes in span.during]
+
+
+def test_hovering_over_time_shows_what_runs_then(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    tab.click("#over label:last-of-type")
+    left, right, middle = plot(tab, "#memory-chart")
+    trace = plans["moving"].trace
+    for span in spans(trace):
+        if span.finish > span.begin:
+            time = (span.begin + span.finish) / 2
+            tab.mouse("mouseMoved", left + time / trace.seconds * (right - left), middle)
+            assert tab.text("#operation-title") == words(small_chain(), span)
+
+
+def test_hovering_in_a_deep_chain_shows_the_right_stage(browser, deep_file):
+    path, found = deep_file
+    tab = browser.open(path)
+    left, right, middle = plot(tab, "#memory-chart")
+    trace = found.plans[5].trace
+    for share in (0.013, 0.2, 0.37, 0.5, 0.81, 0.99):
+        x = round(left + share * (right - left))
+        tab.mouse("mouseMoved", x, middle)
+        index = int((x - left) / (right - left) * len(trace.steps))
+        assert tab.text("#operation-title") == words(found.chain, spans(trace)[index])
+
+
+def test_the_lanes_tell_copies_and_waits(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    left, right, _ = plot(tab, "#lanes-chart")
+    top = tab.box("#lanes-chart")["y"]
+    trace = plans["moving"].trace
+
+    def tip(seconds, lane):
+        tab.mouse("mouseMoved", left + seconds / trace.seconds * (right - left), top + (0.4 + 2.4 * lane + 1) * 16)
+        return tab.text("#lanes-chart .tip")
+
+    assert "Forward of block.1" in tip(2e-3, 0)
+    assert "Waiting 3.2 ms for what stem saved to reach the host" in tip(7e-3, 0)
+    assert "Waiting 5.2 ms for what stem saved to come back" in tip(17e-3, 0)
+    assert "Copying what stem saved to the host20.00 MiB in 5.2 ms" in tip(5e-3, 1)
+    assert "Copying what stem saved back" in tip(16e-3, 2)
+    assert "Nothing to copy" in tip(5e-3, 2)
+    assert "Compute waits 8.5 ms of 25.5 ms, in 2 places" in tab.text("#lanes-text")
+
+
+def test_moving_the_budget_changes_the_peak(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    tab.evaluate("document.getElementById('budget').focus()")
+    assert tab.evaluate("document.getElementById('budget-own').hidden")
+    shown = []
+    for key in ("Home", "ArrowRight", "ArrowRight"):
+        tab.press(key, number={"Home": 36, "ArrowRight": 39}[key])
+        shown.append((tab.text("#budget-value"), tab.text("#figures div:first-child b"), tab.text("#peak-text")))
+    for plan, (budget, peak, sentence) in zip(plans.values(), shown, strict=True):
+        assert budget == format_bytes(plan.memory_budget)
+        assert peak == format_bytes(plan.trace.peak_bytes)
+        assert f"operation {plan.trace.peak_index + 1} of {len(plan.trace.steps)}" in sentence
+    assert not tab.evaluate("document.getElementById('budget-own').hidden")
+    tab.click("#budget-own")
+    assert tab.text("#budget-value") == "100.00 MiB"
+    assert tab.complaints() == []
+
+
+def test_the_budget_can_be_dragged_along_the_frontier(browser, deep_file):
+    path, found = deep_file
+    tab = browser.open(path)
+    left, right, middle = plot(tab, "#frontier")
+    tab.mouse("mousePressed", (left + right) / 2, middle, button="left")
+    peaks = []
+    for share in (0.4, 0.7, 0.999):
+        tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + share * (right - left), y=middle, buttons=1)
+        peaks.append(tab.text("#figures div:first-child b"))
+    tab.mouse("mouseReleased", right, middle, button="left")
+    assert len(set(peaks)) == 3
+    assert peaks[-1] == format_bytes(found.store_all.peak_bytes)
+    assert tab.text("#verdict-text").endswith("as fast as plain training.")
+
+
+def test_the_keyboard_reaches_every_operation(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    tab.evaluate("document.getElementById('memory-chart').focus()")
+    tab.press("Home", number=36)
+    all_spans = spans(plans["moving"].trace)
+    for index, span in enumerate(all_spans):
+        value = tab.evaluate("document.getElementById('memory-chart').getAttribute('aria-valuetext')")
+        expected = f"Operation {index + 1} of 12: {words(small_chain(), span)}, {format_bytes(span.step.peak_bytes)}"
+        assert value == expected
+        tab.press("ArrowRight", number=39)
+    tab.press("p", number=80, text="p")
+    assert f"operation {plans['moving'].trace.peak_index + 1} of" in tab.text("#operation-text")
+
+
+def test_everything_that_acts_can_be_reached_with_the_tab_key(browser, moving_file):
+    tab = browser.open(moving_file[0])
+    reached = set()
+    for _ in range(60):
+        tab.press("Tab", number=9)
+        if tab.evaluate("document.activeElement === document.body"):
+            break  # once around
+        assert tab.evaluate("document.activeElement.matches(':focus-visible')")
+        reached.add(tab.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+    wanted = {"theme", "budget", "memory-chart", "lanes-chart", "zoom-in", "filter", "recomputing", "stem", "Saved"}
+    assert wanted <= reached
+    acting = "document.querySelectorAll('button:not(:disabled), input, [tabindex], a').length"
+    assert tab.evaluate(acting) - 2 <= len(reached) + 1  # two are hidden; of the two radio buttons one is in the order
+
+
+def test_zooming_keeps_the_cursor_in_sight(browser, deep_file):
+    path, found = deep_file
+    tab = browser.open(path)
+    tab.evaluate("document.getElementById('memory-chart').focus()")
+    for _ in range(4):
+        tab.press("+", number=187, text="+")
+    ticks = tab.evaluate("[...document.querySelectorAll('#memory-chart .axis text')].map((label) => label.textContent)")
+    numbers = [int(tick) for tick in ticks if tick.isdigit()]
+    peak, count = found.plans[5].trace.peak_index, len(found.plans[5].trace.steps)
+    assert max(numbers) - min(numbers) <= count / 16
+    assert min(numbers) - count / 16 <= peak <= max(numbers) + count / 16
+    tab.press("Home", number=36)
+    assert "operation 1 of" in tab.text("#operation-text")
+    ticks = tab.evaluate("[...document.querySelectorAll('#memory-chart .axis text')].map((label) => label.textContent)")
+    assert "0" in ticks
+    tab.click("#zoom-all")
+    assert tab.evaluate("document.getElementById('zoom-out').disabled")
+    assert tab.complaints() == []
+
+
+def test_the_table_of_stages_sorts_and_finds(browser, deep_file):
+    path, found = deep_file
+    tab = browser.open(path)
+    cells = "[...document.querySelectorAll('#stages tbody tr')].map((row) => row.cells[1].textContent)"
+    names = [stage.name for stage in found.chain.stages]
+    assert tab.evaluate(cells) == names
+    saved = {stage.name: stage.saved_bytes for stage in found.chain.stages}
+    tab.click("#stages thead th:nth-child(6) button")
+    assert tab.evaluate("document.querySelector('#stages [aria-sort]').getAttribute('aria-sort')") == "descending"
+    order = [saved[name] for name in tab.evaluate(cells)]
+    assert all(one >= other for one, other in itertools.pairwise(order))
+    tab.click("#stages thead th:nth-child(6) button")
+    order = [saved[name] for name in tab.evaluate(cells)]
+    assert all(one <= other for one, other in itertools.pairwise(order))
+    tab.evaluate("document.getElementById('filter').focus()")
+    tab.call("Input.insertText", text="layer4.33")
+    assert sorted(tab.evaluate(cells)) == sorted(name for name in names if "layer4.33" in name)
+    runs = tab.evaluate("[...document.querySelectorAll('#stages tbody tr')].map((row) => row.cells[7].textContent)")
+    assert set(runs) <= {"1×", "2×"}
+
+
+def test_the_reader_can_choose_light_or_dark(browser, moving_file):
+    tab = browser.open(moving_file[0], scheme="light")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = tab.evaluate(ground)
+    tab.click("#theme")
+    assert tab.text("#theme") == "Light"
+    assert tab.evaluate(ground) != light
+    assert tab.evaluate(ground) == browser.open(moving_file[0], scheme="dark").evaluate(ground)
+
+
+def test_numbers_read_as_in_the_terminal(browser, moving_file):
+    script = (files("lowtide.report") / "page" / "format.js").read_text()
+    tab = browser.open(moving_file[0])
+    sizes = [0, 1, 1023, 1024, 1500, 1048570, 2**20, 5 * 2**30 // 3, 2**30, 2**40, 3 * 2**41]
+    times = [0.0, 1e-7, 4.2e-4, 0.00099999, 0.001, 0.0621, 0.99999, 1.0, 12.345]
+    rates = [800, 1500, 2_500_000, 12_000_000_000, 31_400_000_000]
+    found = tab.evaluate(
+        f"""(() => {{ {script}
+            return [{sizes}.map(formatBytes), {times}.map(formatSeconds), {rates}.map(formatBandwidth)];
+        }})()"""
+    )
+    assert found == [
+        list(map(format_bytes, sizes)),
+        list(map(format_seconds, times)),
+        list(map(format_bandwidth, rates)),
+    ]
+
+
+def test_a_name_is_text_and_nothing_else(browser, tmp_path):
+    evil = '<img src="x" onerror="document.title=1">'
+    stages = [type(stage)(evil, *([0.001, 0.002, 8, 20])) for stage in small_chain().stages]
+    path = tmp_path / "evil.html"
+    path.write_text(render(periodic_survey(Chain(evil, stages * 3))))
+    tab = browser.open(path)
+    assert tab.text("#chain-name") == evil
+    assert tab.evaluate("document.images.length") == 0
+    assert evil in tab.text("#operation-title")
+    assert tab.complaints() == []
+
+
+def test_what_cannot_be_unpacked_is_said(browser, moving_file, tmp_path):
+    text = re.sub('(id="data">).{40}', r"\1" + "A" * 40, moving_file[0].read_text())
+    path = tmp_path / "broken.html"
+    path.write_text(text)
+    tab = browser.new_tab()
+    tab.call("Page.navigate", url=path.as_uri())
+    tab.wait("document.getElementById('failure')?.hidden === false")
+    assert "This page cannot be drawn" in tab.text("#failure")
