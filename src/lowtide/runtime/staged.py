@@ -63,9 +63,17 @@ class StagedForward:
         layout: where stages begin and end.
         taped: the stages to record.
         is_state: whether a tensor is a buffer of the model.
+        watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
     """
 
-    def __init__(self, layout: Layout, taped: Collection[int], is_state: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        taped: Collection[int],
+        is_state: Callable[[torch.Tensor], bool],
+        *,
+        watched: Collection[int] = (),
+    ) -> None:
         self.layout = layout
         self.taped = taped
         self.is_state = is_state
@@ -74,7 +82,8 @@ class StagedForward:
         self.stage = 0
         self.tape: Tape | None = None
         self.tracking = False
-        self._mode = GlueMode(self) if taped else None
+        self._watched = {*watched, *taped, *(k - 1 for k in taped)}
+        self._mode = GlueMode(self) if self._watched else None
         self._next = 0
         self._counts: dict[str, int] = {}
         self._inside_unit = False
@@ -84,7 +93,7 @@ class StagedForward:
     def begin_stage(self, k: int) -> None:
         """Stage k is about to run."""
         self.stage = k
-        self.tracking = k in self.taped or k + 1 in self.taped
+        self.tracking = k in self._watched
         self.tape = None
         if k in self.taped:
             name = self.layout.names[k - 1]
@@ -154,18 +163,17 @@ class StagedForward:
         if position is None:
             return site.plain(*args, **kwargs)
         self._check_order(site, occurrence, position)
-        k = self.layout.stage_at[position]
-        if k != self.stage:
-            self._cross()
         self._inside_unit = True
-        suspended = self._suspend_mode()
+        suspended = self._suspend_mode()  # for what is done between stages, too
         try:
+            if self.layout.stage_at[position] != self.stage:
+                self._cross()
             result = self.invoke(site.path, site.plain, args, kwargs, site.module)
+            if self.layout.ends_stage[position]:
+                self._cross()
         finally:
             self._inside_unit = False
             self._resume_mode(suspended)
-        if self.layout.ends_stage[position]:
-            self._cross()
         return result
 
     def _check_order(self, site: UnitSite, occurrence: int, position: int) -> None:

@@ -101,6 +101,8 @@ class Tape:
         self.held: list[Held] = []
         self.refusal: str | None = None
         """Why the stage cannot be run again, where it cannot."""
+        self.outputs: tuple[int, ...] = ()
+        """The numbers of the tensors that a run returns."""
         self._made: dict[int, int] = {}
         self._num_slots = 0
         self._outputs: list[int] = []
@@ -180,7 +182,8 @@ class Tape:
 
     def finish(self, outputs: Iterable[int]) -> None:
         """Say which of the stage's tensors, by number, a run is to return; may be called again."""
-        self._outputs = [self._made[number] for number in outputs]
+        self.outputs = tuple(outputs)
+        self._outputs = [self._made[number] for number in self.outputs]
         last: dict[int, int] = {}
         for index, entry in enumerate(self.calls):
             entry.dead = []

@@ -1,0 +1,376 @@
+"""Runs a schedule inside autograd: one graph, made by the model's own forward; whatever the schedule asks for besides
+(forwards run again, copies) is done in the order of its list, when the forward or the backward pass gets there.
+
+A `Step` belongs to one forward and its backward. It is kept alive by the graph alone: an output that is dropped without
+a backward takes everything with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.machine import Machine
+from lowtide.runtime.program import Mode
+from lowtide.runtime.rng import State
+from lowtide.runtime.saved import Placeholder, Placeholders, discard, never_opened, opened
+from lowtide.runtime.staged import StagedForward
+from lowtide.runtime.surroundings import Kernels
+from lowtide.runtime.tape import Tape
+from lowtide.runtime.values import Activation, Saved, Sorter
+from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
+
+
+class _Recomputing(threading.local):
+    depth = 0
+
+
+_recomputing = _Recomputing()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is running a part of a model again: hooks that count or log calls can ask.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _recomputing.depth > 0
+
+
+class StageRun:
+    """What a step knows of one stage's first run."""
+
+    __slots__ = ("parameters", "placeholders", "random", "requires_grad", "snapshot", "tape")
+
+    def __init__(self, stage: int, name: str) -> None:
+        self.placeholders = Placeholders(stage, name)
+        self.tape: Tape | None = None
+        self.random: State | None = None
+        self.snapshot: Snapshot | None = None
+        self.parameters: list[tuple[nn.Parameter, int]] = []
+        self.requires_grad = False
+
+
+class Step:
+    """One forward and its backward: the values on the device, and how far the list has been executed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.program = machine.program
+        self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
+        self.values: dict[Value, Activation] = {}
+        self.host: dict[Value, Activation] = {}
+        self.next_index = 0
+        self.in_forward = True
+        self._lock = threading.RLock()
+        self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
+        self._task = -1
+        self._kernels = Kernels.now()
+
+    # In the forward pass
+
+    def before_first(self, k: int) -> None:
+        """Do what the list asks for before the first forward of stage k."""
+        self._walk(self.program.first[k])
+
+    def after_first(self, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
+        """The model has run stage k for the first time."""
+        operation = self.program.operations[self.next_index]
+        assert isinstance(operation, Forward)
+        self.next_index += 1
+        tape = self.runs[k].tape
+        source = self._input_of(k)
+        if tape is not None:
+            self.machine.reads[k - 1] = frozenset(tape.inputs)
+            if source is not None:
+                source.keep_only(tape.inputs)
+        if sorter is not None:
+            assert tape is not None
+            inputs = {} if source is None else source.tensors(tape.inputs)
+            sorter.finish(inputs, self._fixed(tape))
+        self._produce(operation, k, self._wanted(k, outputs), sorter)
+
+    def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
+        if not self.program.keeps_outputs(k):
+            return {}
+        reads = self.machine.reads.get(k)
+        return outputs if reads is None else {number: t for number, t in outputs.items() if number in reads}
+
+    def end_forward(self) -> None:
+        """The model's forward has ended; copies that are due before backward begin now."""
+        self.in_forward = False
+        operations = self.program.operations
+        while isinstance(operations[self.next_index], Offload | Release):
+            self._walk(self.next_index + 1)
+
+    # In the backward pass
+
+    def reach(self, k: int, *_: Any) -> None:
+        """Backward has reached stage k: do what the list asks for before it, and fill the stage's placeholders."""
+        with self._lock:
+            if self.in_forward:
+                raise ExecutionError(
+                    f"a backward pass reached stage {self.machine.stage_name(k)!r} before the model's forward had "
+                    "ended; compute gradients outside of the model, or detach the plan"
+                )
+            self._enter_task()
+            if self._filled > k:
+                with self.machine.alone():
+                    self._walk(self.program.backward[k])
+                    self._fill(k)
+
+    def changed(self, k: int, tensor: torch.Tensor) -> None:
+        """A saved tensor was changed in place."""
+        if not self.machine.is_state(tensor):
+            raise ExecutionError(
+                f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, and it "
+                "was changed in place since; change it after the backward pass"
+            )
+
+    def _enter_task(self) -> None:
+        """Note which call of backward this is, and ask to be told of its end."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task and task >= 0:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
+
+    def _end_task(self, task: int) -> None:
+        if self._filled <= self._lowest():
+            self.release()
+            self.machine.counters.num_steps += 1
+
+    def _lowest(self) -> int:
+        """The first stage that backward reaches: before it everything is frozen."""
+        return next((k for k, run in enumerate(self.runs) if run.requires_grad), self.program.num_stages + 1)
+
+    def _fill(self, k: int) -> None:
+        self._filled = k
+        saved = self.values.pop(("abar", k), None)
+        source = self._input_of(k)
+        if isinstance(saved, Saved):
+            saved.fill(self.runs[k].placeholders, source)
+            saved.leave()
+        if not self.program.is_repeated(k):
+            self._check_parameters(k)
+        # From here on autograd's graph holds what the backward of stage k needs, and lets it go bit by bit.
+        alone = self.values.pop(("a", k - 1), None)
+        if alone is not None:
+            alone.leave()
+        self.host.pop(("abar", k), None)
+        self.host.pop(("a", k - 1), None)
+        self.runs[k].tape = None
+
+    def release(self) -> None:
+        """Let everything go."""
+        for value in (*self.values.values(), *self.host.values()):
+            value.leave()
+        self.values.clear()
+        self.host.clear()
+        for run in self.runs:
+            run.tape = None
+            run.snapshot = None
+
+    # The list
+
+    def _walk(self, until: int) -> None:
+        """Execute the list up to, and without, an index."""
+        while self.next_index < until:
+            operation = self.program.operations[self.next_index]
+            self._execute(operation, self.program.modes.get(self.next_index))
+            self.next_index += 1
+
+    def _execute(self, operation: Operation, mode: Mode | None) -> None:
+        if isinstance(operation, Forward):
+            assert mode is not None
+            self._repeat(operation, mode)
+        elif isinstance(operation, Backward):
+            if self._filled > operation.stage and torch._C._autograd._get_current_graph_task_keep_graph():
+                self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
+            self._forget(operation.stage)
+        elif isinstance(operation, Offload):
+            value = self.values[operation.value]
+            self.host[operation.value] = value
+            self.machine.counters.moved_bytes += value.offload(self.machine.tier)
+        elif isinstance(operation, Release):
+            self.values.pop(operation.value).leave()
+        elif isinstance(operation, Prefetch):
+            value = self.values[operation.value] = self.host[operation.value]
+            self.machine.counters.moved_bytes += value.prefetch(self.machine.tier)
+        else:
+            assert isinstance(operation, Await)
+            self.values[operation.value].arrive()
+
+    def _forget(self, k: int) -> None:
+        for key in (("abar", k), ("a", k - 1)):
+            value = self.values.pop(key, None)
+            if value is not None:
+                value.leave()
+            self.host.pop(key, None)
+
+    def _produce(
+        self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None
+    ) -> None:
+        name = self.machine.stage_name(k)
+        if operation.save == "all":
+            movable = ("abar", k) in self.program.moved
+            self.values[("abar", k)] = Saved(name, outputs, sorter, movable=movable)
+            return
+        self.values[("a", k)] = Activation(name, outputs, movable=("a", k) in self.program.moved)
+        if operation.save == "drop":
+            alone = self.values.pop(("a", k - 1), None)
+            if alone is not None:
+                alone.leave()
+
+    def _input_of(self, k: int) -> Activation | None:
+        """a[k-1], by itself or inside abar[k-1]."""
+        return self.values.get(("a", k - 1)) or self.values.get(("abar", k - 1))
+
+    # Running a stage again
+
+    def _repeat(self, operation: Forward, mode: Mode) -> None:
+        k = operation.stage
+        run = self.runs[k]
+        tape, source = run.tape, self._input_of(k)
+        assert tape is not None
+        assert source is not None
+        self._check_parameters(k)
+        inputs = source.tensors(tape.inputs)
+        sorter = Sorter() if mode is Mode.SORT else None
+        if operation.save != "all":
+            outputs = self._run_again(k, inputs, discard)
+        else:
+            catch = run.placeholders.repeated_run(sorter if sorter is not None else _fill_placeholder)
+            outputs = self._run_again(k, inputs, catch)
+            catch.finish()
+        if sorter is not None:
+            sorter.finish(inputs, self._fixed(tape))
+        made = dict(zip(tape.outputs, outputs, strict=True))
+        self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
+        self.machine.counters.num_recomputed += 1
+
+    def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Any) -> list[torch.Tensor]:
+        run = self.runs[k]
+        assert run.tape is not None
+        with (
+            _marked_as_recomputing(),
+            self.machine.generators.replayed(run.random),
+            self.machine.buffers_of(k).protected(run.snapshot),
+            self._kernels.applied(),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, never_opened),
+        ):
+            return run.tape.run(inputs)
+
+    def _check_parameters(self, k: int) -> None:
+        for parameter, version in self.runs[k].parameters:
+            if parameter._version != version:
+                raise ExecutionError(
+                    f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
+                    "in place between forward and backward; change it after the backward pass"
+                )
+
+    def _fixed(self, tape: Tape) -> set[int]:
+        """Addresses of storages that a stage reads and that are not its own."""
+        held = {held.tensor.untyped_storage()._cdata for held in tape.held if held.tensor.layout is torch.strided}
+        return held | self.machine.storages_of(tape.stage)
+
+
+def _fill_placeholder(index: int, placeholder: Placeholder | None, tensor: torch.Tensor) -> None:
+    if placeholder is not None:
+        placeholder.fill(tensor)
+
+
+@contextmanager
+def _marked_as_recomputing() -> Iterator[None]:
+    _recomputing.depth += 1
+    try:
+        yield
+    finally:
+        _recomputing.depth -= 1
+
+
+class ExecutedForward(StagedForward):
+    """The model's own forward under a schedule."""
+
+    def __init__(self, machine: Machine, step: Step) -> None:
+        super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
+        self.machine = machine
+        self.step = step
+        self._hooks: saved_tensors_hooks | None = None
+        self._sorter: Sorter | None = None
+        self._before: tuple[State, Snapshot] | None = None
+
+    def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model under the schedule."""
+        program = self.step.program
+        try:
+            result = super().run(plain, args, kwargs)
+        except BaseException:
+            self.step.release()
+            raise
+        finally:
+            for tape in self.tapes.values():
+                tape.close()
+        self.step.end_forward()
+        assert program.num_stages == self.stage
+        return result
+
+    def begin_stage(self, k: int) -> None:
+        """Get ready for the first run of stage k."""
+        step, machine = self.step, self.machine
+        if k == 1 and step.program.keeps_outputs(0):
+            inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
+            step.values[("a", 0)] = inputs
+        step.before_first(k)
+        super().begin_stage(k)
+        run, mode = step.runs[k], step.program.modes[step.program.first[k]]
+        run.tape = self.tape
+        self._sorter = Sorter() if mode is Mode.SORT else None
+        self._hooks = None
+        if mode is not Mode.NATIVE:
+            self._hooks = saved_tensors_hooks(run.placeholders.first_run(step, self._sorter), opened)
+        self._before = None
+        if self.tape is not None:
+            everything = machine.probes_all_generators(k)
+            self._before = (machine.generators.state(everything=everything), machine.buffers_of(k).before())
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        """Hand over what the first run of stage k left."""
+        super().end_stage(k, outputs)
+        run = self.step.runs[k]
+        if self._before is not None:
+            state, snapshot = self._before
+            run.random = self.machine.drawn(k, state)
+            run.snapshot = self.machine.buffers_of(k).after(snapshot)
+        run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
+        for tensor in outputs.values():
+            if tensor.grad_fn is not None:
+                run.requires_grad = True
+                tensor.grad_fn.register_prehook(partial(self.step.reach, k))
+        self.step.after_first(k, outputs, self._sorter)
+        self._sorter = None
+
+    def invoke(
+        self,
+        name: str,
+        call: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run one call of the current stage under its hooks."""
+        if self._hooks is None:
+            return super().invoke(name, call, args, kwargs, module)
+        with self._hooks:
+            return super().invoke(name, call, args, kwargs, module)

@@ -1,0 +1,148 @@
+"""The lower tier of the CPU: a mapped file in a temporary folder, written and read by threads of its own.
+
+What is stored there is in the system's file cache and on the disk, no longer in the process: its pages are let go from
+the mapping as soon as they are written, or read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.arena import Arena, Room, rounded
+from lowtide.units import format_bytes
+
+# Pieces of file are made no smaller than this, so that small values do not each get their own.
+_SMALLEST_PIECE_BYTES = 16 * 2**20
+
+
+class _Piece:
+    """One mapped file without a name: it is gone when the process is."""
+
+    def __init__(self, num_bytes: int, folder: str | None) -> None:
+        self.arena = Arena(num_bytes)
+        try:
+            with tempfile.TemporaryFile(dir=folder, prefix="lowtide-") as file:
+                file.truncate(num_bytes)
+                self.map = mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise ExecutionError(
+                f"no file of {format_bytes(num_bytes)} for offloaded activations in {folder or tempfile.gettempdir()}: "
+                f"{error.strerror or error}; set TMPDIR to a folder with room, or fit without offloading"
+            ) from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def let_go(self, offset: int, num_bytes: int) -> None:
+        """Take whole pages out of the process; the file keeps them."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+class _Region:
+    """Room in a piece, and the copy that fills it."""
+
+    __slots__ = ("num_bytes", "piece", "room", "stored")
+
+    def __init__(self, piece: _Piece, room: Room) -> None:
+        self.piece = piece
+        self.room = room
+        self.num_bytes = room.num_bytes
+        self.stored: Future[None] | None = None
+
+
+class _Ticket:
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait for the copy; what went wrong in its thread is raised here."""
+        self._future.result()
+
+
+class FileTier:
+    """Storages of the CPU in files.
+
+    Args:
+        capacity_bytes: made at the first use; more is added where it is not enough.
+        limit_bytes: never use more than this; None: no limit.
+        folder: where; None: the system's temporary folder.
+    """
+
+    def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
+        self._wanted_bytes = capacity_bytes
+        self._limit_bytes = limit_bytes
+        self._folder = folder
+        self._pieces: list[_Piece] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-to-file")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-from-file")
+        self._lock = threading.Lock()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The bytes of all files made so far."""
+        return sum(piece.arena.capacity_bytes for piece in self._pieces)
+
+    def store(self, storage: torch.UntypedStorage) -> tuple[_Region, _Ticket]:
+        """Queue a copy of a storage to the file."""
+        region = self._take(storage.nbytes())
+        region.stored = self._writer.submit(_write, region, storage)
+        return region, _Ticket(region.stored)
+
+    def load(self, region: Any, device: torch.device) -> tuple[torch.UntypedStorage, _Ticket]:
+        """Make a storage, and queue a copy of a region into it."""
+        storage = torch.empty(region.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
+        return storage, _Ticket(self._reader.submit(_read, region, storage))
+
+    def close(self) -> None:
+        """End the threads; what is stored stays readable no longer."""
+        self._writer.shutdown(wait=True)
+        self._reader.shutdown(wait=True)
+
+    def _take(self, num_bytes: int) -> _Region:
+        with self._lock:
+            for piece in self._pieces:
+                offset = piece.arena.take(num_bytes)
+                if offset is not None:
+                    return _Region(piece, Room(piece.arena, offset, num_bytes))
+            piece = self._add_piece(rounded(num_bytes))
+            offset = piece.arena.take(num_bytes)
+            assert offset is not None
+            return _Region(piece, Room(piece.arena, offset, num_bytes))
+
+    def _add_piece(self, num_bytes: int) -> _Piece:
+        wanted = max(num_bytes, self._wanted_bytes, _SMALLEST_PIECE_BYTES)
+        if self._limit_bytes is not None:
+            left = self._limit_bytes - self.capacity_bytes
+            if left < num_bytes:
+                raise ExecutionError(
+                    f"host_memory_budget {format_bytes(self._limit_bytes)} has no room for {format_bytes(num_bytes)} "
+                    "more; raise it, or fit again for these shapes"
+                )
+            wanted = min(wanted, left)
+        self._wanted_bytes = 0
+        self._pieces.append(_Piece(wanted, self._folder))
+        return self._pieces[-1]
+
+
+def _write(region: _Region, storage: torch.UntypedStorage) -> None:
+    # memmove gives other threads the interpreter while it copies
+    ctypes.memmove(region.piece.address + region.room.offset, storage.data_ptr(), region.num_bytes)
+    region.piece.let_go(region.room.offset, region.num_bytes)
+
+
+def _read(region: _Region, storage: torch.UntypedStorage) -> None:
+    if region.stored is not None:
+        region.stored.result()
+    ctypes.memmove(storage.data_ptr(), region.piece.address + region.room.offset, region.num_bytes)
+    region.piece.let_go(region.room.offset, region.num_bytes)

@@ -1,0 +1,145 @@
+"""What all steps of a plan share: the model and its parts by stage, the lower tier, and the counters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.buffers import StageBuffers
+from lowtide.runtime.cargo import Tier
+from lowtide.runtime.program import Program
+from lowtide.runtime.rng import Generators, State
+from lowtide.runtime.staged import Layout
+
+
+class Counters:
+    """What has happened since the plan was attached."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_recomputed = 0
+        self.moved_bytes = 0
+
+
+class Machine:
+    """A model laid out for a program.
+
+    Args:
+        model: the model.
+        layout: its stages.
+        program: the schedule.
+        tier: where values go that leave the device.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, program: Program, tier: Tier) -> None:
+        self.model = model
+        self.layout = layout
+        self.program = program
+        self.tier = tier
+        self.generators = Generators.of(model)
+        self.counters = Counters()
+        self.reads: dict[int, frozenset[int]] = {}
+        """Which of a stage's tensors the next stage turned out to read, by number."""
+        self._lock = threading.RLock()
+        self._draws_others: dict[int, bool] = {}
+        self._modules = self._modules_by_stage()
+        self._first_parameter: nn.Parameter | None = None
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._buffers: dict[int, StageBuffers] = {}
+        self.refresh()
+
+    # The model, by stage
+
+    def refresh(self) -> None:
+        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them)."""
+        first = next(self.model.parameters(), None)
+        if self._parameters and first is self._first_parameter:
+            return
+        self._first_parameter = first
+        for k, modules in self._modules.items():
+            unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
+            self._parameters[k] = list(unique.values())
+            compiled = any("_compiled_call_impl" in vars(module) for _, module in modules[1:])
+            self._buffers[k] = StageBuffers(modules, swap=not compiled)
+
+    def _modules_by_stage(self) -> dict[int, list[tuple[str, nn.Module]]]:
+        """All modules inside a stage's units; those outside of any unit count for every stage."""
+        inside: dict[int, dict[str, nn.Module]] = {k: {} for k in range(1, self.layout.num_stages + 1)}
+        paths: set[str] = set()
+        for (path, _), k in zip(self.layout.units, self.layout.stage_at, strict=True):
+            for name, module in self.model.get_submodule(path).named_modules(prefix=path):
+                inside[k][name] = module
+                paths.add(name)
+        outside = [(name, module) for name, module in self.model.named_modules() if name not in paths]
+        return {k: [*modules.items(), *outside] for k, modules in inside.items()}
+
+    def stage_name(self, k: int) -> str:
+        """The name of stage k."""
+        return self.layout.names[k - 1] if k else "the model's input"
+
+    def parameters_of(self, k: int) -> list[nn.Parameter]:
+        """The parameters of stage k."""
+        return self._parameters[k]
+
+    def buffers_of(self, k: int) -> StageBuffers:
+        """The buffers that stage k may change."""
+        return self._buffers[k]
+
+    def storages_of(self, k: int) -> set[int]:
+        """The addresses of the storages of stage k's parameters and buffers."""
+        tensors: list[torch.Tensor] = [*self._parameters[k]]
+        for _, module in self._modules[k]:
+            tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
+            tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
+        return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is (a view of) a buffer of the model, or one that stands in for it; slow, seldom asked."""
+        if tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage()._cdata
+        if any(buffer.untyped_storage()._cdata == address for buffer in self.model.buffers()):
+            return True
+        return any(buffers.is_spare(address) for buffers in self._buffers.values())
+
+    def describe(self, tensor: torch.Tensor) -> str:
+        """A tensor's name for messages."""
+        address = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        for name, parameter in self.model.named_parameters():
+            if parameter is tensor or parameter.untyped_storage()._cdata == address:
+                return f"parameter {name!r}"
+        return f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
+
+    # Random numbers
+
+    def probes_all_generators(self, k: int) -> bool:
+        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used."""
+        return self._draws_others.get(k, True)
+
+    def drawn(self, k: int, before: State) -> State | None:
+        """The state from which stage k drew, None where it drew nothing."""
+        if before.others is not None:
+            self._draws_others[k] = self.generators.others_drawn_since(before)
+            if not self._draws_others[k]:
+                before.others = None
+        return before if self.generators.drawn_since(before) else None
+
+    # Threads
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse a second thread: two would disturb each other's random numbers and buffers."""
+        if not self._lock.acquire(blocking=False):
+            raise ExecutionError(
+                "this model is running in another thread, and a plan serves one at a time; give each thread a model of "
+                "its own (copy.deepcopy), or take turns"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()

@@ -1,0 +1,91 @@
+"""Random numbers: a stage that drew some draws the same ones when it runs again, and nobody else notices."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+
+class Generators:
+    """The generators that a model's code may draw from.
+
+    Args:
+        devices: the devices of the model.
+        own: generators that modules keep as attributes.
+
+    Python's and numpy's generators take longer to read than torch's, and few models use them: they are looked at only
+    where `everything` is asked for.
+    """
+
+    def __init__(self, devices: set[torch.device], own: list[torch.Generator]) -> None:
+        self._torch: list[torch.Generator] = [torch.default_generator, *own]
+        if torch.cuda.is_available():
+            indices = {device.index or 0 for device in devices if device.type == "cuda"}
+            self._torch += [torch.cuda.default_generators[index] for index in sorted(indices)]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Generators:
+        """Those of a model."""
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        own = [
+            value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Generator)
+        ]
+        return cls(devices, own)
+
+    def state(self, *, everything: bool) -> State:
+        """What they are about to give."""
+        others = (random.getstate(), numpy.random.get_state(legacy=False)) if everything else None
+        return State([generator.get_state() for generator in self._torch], others)
+
+    def drawn_since(self, before: State) -> bool:
+        """Whether any of them was used since."""
+        now = [generator.get_state() for generator in self._torch]
+        if not all(torch.equal(one, other) for one, other in zip(now, before.of_torch, strict=True)):
+            return True
+        return before.others is not None and self.others_drawn_since(before)
+
+    def others_drawn_since(self, before: State) -> bool:
+        """Whether Python's or numpy's generator was used since a state that includes them."""
+        assert before.others is not None
+        python, of_numpy = before.others
+        if random.getstate() != python:
+            return True
+        now: Any = numpy.random.get_state(legacy=False)
+        return bool(
+            now["state"]["pos"] != of_numpy["state"]["pos"] or (now["state"]["key"] != of_numpy["state"]["key"]).any()
+        )
+
+    @contextmanager
+    def replayed(self, state: State | None) -> Iterator[None]:
+        """Run the block with the generators as in `state`, and leave them as they are; None: nothing is drawn."""
+        if state is None:
+            yield
+            return
+        now = self.state(everything=state.others is not None)
+        self._set(state)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, state: State) -> None:
+        for generator, value in zip(self._torch, state.of_torch, strict=True):
+            generator.set_state(value)
+        if state.others is not None:
+            random.setstate(state.others[0])
+            numpy.random.set_state(state.others[1])
+
+
+class State:
+    """The states of all generators at one moment."""
+
+    __slots__ = ("of_torch", "others")
+
+    def __init__(self, of_torch: list[torch.Tensor], others: tuple[Any, Any] | None) -> None:
+        self.of_torch = of_torch
+        self.others = others
