@@ -35,6 +35,7 @@ class Solution:
     """A schedule that the simulator has checked, and what it costs.
 
     Attributes:
+        chain: the network that it is for.
         schedule: the operations, with the prediction inside.
         trace: what the simulator saw.
         strategy: the strategy that made the schedule; under `auto` the one that won.
@@ -46,6 +47,7 @@ class Solution:
         details: further figures of the strategy, by name.
     """
 
+    chain: Chain
     schedule: Schedule
     trace: Trace
     strategy: str
@@ -172,6 +174,7 @@ def _solution(
 ) -> Solution:
     predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
     return Solution(
+        chain=problem.chain,
         schedule=replace(answer.schedule, strategy=name, predicted=predicted),
         trace=trace,
         strategy=name,
