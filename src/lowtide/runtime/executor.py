@@ -8,7 +8,7 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
@@ -64,8 +65,9 @@ class StageRun:
 class Step:
     """One forward and its backward: the values on the device, and how far the list has been executed."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, on_end: Callable[[], None]) -> None:
         self.machine = machine
+        self._on_end: Callable[[], None] | None = on_end
         self.program = machine.program
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
@@ -143,11 +145,15 @@ class Step:
         task = torch._C._current_graph_task_id()
         if task != self._task and task >= 0:
             self._task = task
+            for k in range(self._filled - 1, 0, -1):
+                self._check_parameters(k)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
 
     def _end_task(self, task: int) -> None:
-        if self._filled <= self._lowest():
+        if self._filled <= self._lowest() and self._on_end is not None:
             self.release()
+            self._on_end()
+            self._on_end = None
             self.machine.counters.num_steps += 1
 
     def _lowest(self) -> int:
@@ -161,14 +167,11 @@ class Step:
         if isinstance(saved, Saved):
             saved.fill(self.runs[k].placeholders, source)
             saved.leave()
-        if not self.program.is_repeated(k):
-            self._check_parameters(k)
         # From here on autograd's graph holds what the backward of stage k needs, and lets it go bit by bit.
         alone = self.values.pop(("a", k - 1), None)
         if alone is not None:
             alone.leave()
-        self.host.pop(("abar", k), None)
-        self.host.pop(("a", k - 1), None)
+        self._drop_host_copies()
         self.runs[k].tape = None
 
     def release(self) -> None:
@@ -209,14 +212,22 @@ class Step:
             self.machine.counters.moved_bytes += value.prefetch(self.machine.tier)
         else:
             assert isinstance(operation, Await)
-            self.values[operation.value].arrive()
+            awaited = self.values.get(operation.value)  # what only autograd holds is there
+            if awaited is not None:
+                awaited.arrive()
 
     def _forget(self, k: int) -> None:
         for key in (("abar", k), ("a", k - 1)):
             value = self.values.pop(key, None)
             if value is not None:
                 value.leave()
-            self.host.pop(key, None)
+        self._drop_host_copies()
+
+    def _drop_host_copies(self) -> None:
+        """Give back the room of values that are not fetched any more."""
+        for value in [v for v in self.host if self.program.last_prefetch.get(v, -1) < self.next_index]:
+            if value not in self.values:
+                del self.host[value]
 
     def _produce(
         self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None
@@ -274,7 +285,7 @@ class Step:
 
     def _check_parameters(self, k: int) -> None:
         for parameter, version in self.runs[k].parameters:
-            if parameter._version != version:
+            if parameter._version != version and (parameter.requires_grad or k in self.program.taped):
                 raise ExecutionError(
                     f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
                     "in place between forward and backward; change it after the backward pass"
@@ -313,7 +324,6 @@ class ExecutedForward(StagedForward):
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
-        program = self.step.program
         try:
             result = super().run(plain, args, kwargs)
         except BaseException:
@@ -322,8 +332,12 @@ class ExecutedForward(StagedForward):
         finally:
             for tape in self.tapes.values():
                 tape.close()
+        reach = partial(self.step.reach, self.stage)
+        for tensor in tensors_of(result):
+            if tensor.grad_fn is not None:
+                self.step.runs[self.stage].requires_grad = True
+                tensor.grad_fn.register_prehook(reach)
         self.step.end_forward()
-        assert program.num_stages == self.stage
         return result
 
     def begin_stage(self, k: int) -> None:
@@ -354,7 +368,7 @@ class ExecutedForward(StagedForward):
             run.random = self.machine.drawn(k, state)
             run.snapshot = self.machine.buffers_of(k).after(snapshot)
         run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
-        for tensor in outputs.values():
+        for tensor in outputs.values() if k < self.layout.num_stages else ():
             if tensor.grad_fn is not None:
                 run.requires_grad = True
                 tensor.grad_fn.register_prehook(partial(self.step.reach, k))

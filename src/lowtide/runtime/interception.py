@@ -139,6 +139,11 @@ class Interception:
             site.remove()
 
 
+def attached_site(model: nn.Module) -> Any:
+    """Whatever stands between a model and its callers, where anything does."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         module = model.get_submodule(path)

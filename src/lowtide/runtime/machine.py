@@ -45,6 +45,7 @@ class Machine:
         self.counters = Counters()
         self.reads: dict[int, frozenset[int]] = {}
         """Which of a stage's tensors the next stage turned out to read, by number."""
+        self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._lock = threading.RLock()
         self._draws_others: dict[int, bool] = {}
         self._modules = self._modules_by_stage()

@@ -44,6 +44,7 @@ class Program:
         watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, and
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
+        last_prefetch: for each value that is fetched, the index of the last time.
         variants: the variant as which each stage runs, by stage: autograd's graph is made by its first forward, so
             all its forwards run as the one that backward needs.
     """
@@ -56,6 +57,7 @@ class Program:
     taped: frozenset[int]
     watched: frozenset[int]
     moved: frozenset[Value]
+    last_prefetch: dict[Value, int]
     variants: tuple[int, ...]
 
     @classmethod
@@ -100,6 +102,7 @@ class Program:
             taped,
             frozenset(watched),
             frozenset(moved),
+            {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
             tuple(variants),
         )
 

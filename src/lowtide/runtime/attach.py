@@ -1,0 +1,98 @@
+"""`lowtide.attach`: run a model under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain, Stage, Variant
+from lowtide.errors import PlanError
+from lowtide.runtime.cargo import Tier
+from lowtide.runtime.execution import Execution
+from lowtide.runtime.file_tier import FileTier
+from lowtide.runtime.plan import Plan
+from lowtide.runtime.split import Split, StageSplit, Unit
+from lowtide.schedule import Forward, Schedule, as_schedule
+from lowtide.simulate import simulate
+from lowtide.solve import Solution
+from lowtide.units import parse_bytes
+
+
+def attach(
+    model: nn.Module,
+    solution: Solution | Schedule | Mapping[str, Any],
+    *,
+    split: Split | None = None,
+    host_memory_budget: int | str | None = None,
+) -> Plan:
+    """Run a model under a schedule from now on.
+
+    Args:
+        model: the model; the object stays the same.
+        solution: what `lowtide.solve` returned for the model's chain, or a schedule.
+        split: which submodules make which stage. None: as the chain was measured; else the stages' names are read as
+            paths of submodules; else the children of an `nn.Sequential` are the stages.
+        host_memory_budget: bytes of host memory that offloaded values may take; None: what the schedule needs.
+
+    Returns:
+        The plan; a plan that was attached before is detached.
+
+    Raises:
+        PlanError: where the model does not have the chain's stages.
+        ScheduleError: where a schedule is illegal.
+
+    Example:
+        >>> from lowtide import Backward, Forward, Schedule
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> recompute = [Forward(1, "keep"), Forward(2, "all"), Backward(2), Forward(1, "all"), Backward(1)]
+        >>> plan = attach(model, Schedule("by hand", recompute))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> plan.stats().recomputed_per_step
+        1.0
+    """
+    chain = solution.chain if isinstance(solution, Solution) else None
+    schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
+    split = split or split_for(model, chain)
+    check_legal(schedule, split.num_stages)
+    tier = tier_for(model, host_memory_budget)
+    return Plan(model, lambda handler: Execution(model, split, schedule, chain, tier, handler))
+
+
+def split_for(model: nn.Module, chain: Chain | None) -> Split:
+    """The stages of a model as its chain names them."""
+    if chain is not None and isinstance(chain.provenance.get("split"), Mapping):
+        return Split.from_dict(chain.provenance["split"])
+    names = None if chain is None else [stage.name for stage in chain.stages]
+    paths = {path for path, _ in model.named_modules()}
+    if names is not None and all(name in paths for name in names) and len(set(names)) == len(names):
+        return Split(tuple(StageSplit(name, (Unit(name),)) for name in names))
+    if isinstance(model, nn.Sequential) and (names is None or len(names) == len(model)):
+        children = [name for name, _ in model.named_children()]
+        return Split(tuple(StageSplit(name, (Unit(name),)) for name in children))
+    raise PlanError(
+        f"which submodules of this {type(model).__name__} make the stages is not known: attach a solution for a chain "
+        "that lowtide.measure made, or give split="
+    )
+
+
+def check_legal(schedule: Schedule, num_stages: int) -> None:
+    """Refuse a schedule that is illegal for any chain of that many stages."""
+    most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
+    variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
+    stages = tuple(Stage(str(k), 0.0, 0.0, 1, 1, variants=variants) for k in range(num_stages))
+    simulate(Chain("any", stages, 1), schedule, bandwidth=1)
+
+
+def tier_for(model: nn.Module, host_memory_budget: int | str | None) -> Tier:
+    """Where values of this model go that leave its device."""
+    limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
+    return FileTier(limit_bytes=limit)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    tensor = next(iter(model.parameters()), None)
+    return torch.device("cpu") if tensor is None else tensor.device

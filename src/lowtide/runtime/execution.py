@@ -1,0 +1,116 @@
+"""A schedule in place: a model whose calls run under it, until it is taken away."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.runtime.cargo import Tier
+from lowtide.runtime.executor import ExecutedForward, Step
+from lowtide.runtime.interception import Interception
+from lowtide.runtime.machine import Machine
+from lowtide.runtime.program import Program
+from lowtide.runtime.split import Split
+from lowtide.runtime.staged import Layout
+from lowtide.schedule import Schedule
+
+# The steps whose times are remembered: enough for a median.
+_NUM_REMEMBERED = 9
+
+
+class Execution:
+    """One schedule for one split of one model.
+
+    Args:
+        model: the model.
+        split: its stages.
+        schedule: what to do; legal for a chain of that length.
+        chain: what the stages cost, where it is known.
+        tier: where values go that leave the device.
+        handler: called in place of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        schedule: Schedule,
+        chain: Chain | None,
+        tier: Tier,
+        handler: Callable[..., Any],
+    ) -> None:
+        self.split = split
+        self.schedule = schedule
+        self.chain = chain
+        layout = Layout.of(split)
+        self.machine = Machine(model, layout, Program.of(schedule, layout.num_stages), tier)
+        self._interception = Interception(model, layout.units, handler)
+        self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
+
+    def install(self) -> None:
+        """Step between the model and its callers."""
+        self._interception.install()
+
+    def remove(self) -> None:
+        """Step out."""
+        self._interception.remove()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this thread is inside a call of the model under this schedule."""
+        return self._interception.current.session is not None
+
+    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model under the schedule."""
+        machine, current = self.machine, self._interception.current
+        with machine.alone():
+            machine.refresh()
+            clock = _Clock(machine.device)
+            step = Step(machine, clock.stop)
+            current.session = forward = ExecutedForward(machine, step)
+            try:
+                result = forward.run(self._interception.whole_or(plain), args, {**self.split.call_keywords, **kwargs})
+            finally:
+                current.session = None
+        self._clocks.append(clock)
+        return result
+
+    def measured_seconds(self) -> float | None:
+        """The median time from the start of forward to the end of backward over the last steps; None: no step yet."""
+        found = sorted(seconds for clock in self._clocks if (seconds := clock.seconds()) is not None)
+        return found[len(found) // 2] if found else None
+
+
+class _Clock:
+    """The time of one step: by events on CUDA, which cost nothing until they are read, else by the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._start = self._now()
+        self._end: Any = None
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """Backward has ended."""
+        self._end = self._now()
+
+    def seconds(self) -> float | None:
+        """The time between; None where backward has not run."""
+        if self._end is None:
+            return None
+        if not self._on_cuda:
+            return float(self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e-3

@@ -1,0 +1,83 @@
+"""Train a model for a few steps and give back every number that training without lowtide gives: outputs, losses,
+gradients of inputs and parameters, buffers, optimizer state, and the generators' states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.runtime.containers import tensors_of
+
+
+def batches(shape: tuple[int, ...], num_steps: int, *, device: str = "cpu") -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randn(shape, generator=generator).to(device) for _ in range(num_steps)]
+
+
+def square_loss(output: Any) -> torch.Tensor:
+    return sum((t.float() ** 2).mean() for t in tensors_of(output) if t.is_floating_point())
+
+
+def train(
+    model: nn.Module,
+    inputs: list[Any],
+    *,
+    loss: Callable[[Any], torch.Tensor] = square_loss,
+    micro_batches: int = 1,
+    input_grads: bool = True,
+    seed: int = 5,
+    lr: float = 1e-2,
+) -> dict[str, torch.Tensor]:
+    """Every number of the steps, by name."""
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    torch.manual_seed(seed)
+    numbers: dict[str, torch.Tensor] = {}
+    for index, batch in enumerate(inputs):
+        x = batch.clone().requires_grad_() if input_grads and batch.is_floating_point() else batch
+        output = model(x)
+        value = loss(output)
+        value.backward()
+        numbers.update({f"{index} output {i}": t.detach().clone() for i, t in enumerate(tensors_of(output))})
+        numbers[f"{index} loss"] = value.detach().clone()
+        if x.grad is not None:
+            numbers[f"{index} input gradient"] = x.grad.clone()
+        numbers.update({f"{index} gradient of {n}": t for n, t in gradients(model)})
+        if (index + 1) % micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        numbers.update({f"{index} buffer {n}": b.clone() for n, b in model.named_buffers()})
+        numbers.update({f"{index} generator {i}": state for i, state in enumerate(generator_states())})
+        for i, state in enumerate(optimizer.state.values()):
+            numbers.update({f"{index} state {i} {n}": t.clone() for n, t in state.items() if isinstance(t, torch.Tensor)})
+    numbers.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
+    return numbers
+
+
+def gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, parameter.grad.clone()
+
+
+def generator_states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Bit by bit, and nothing missing."""
+    assert got.keys() == expected.keys()
+    wrong = [name for name, value in expected.items() if not _same(got[name], value)]
+    assert not wrong, f"{len(wrong)} of {len(expected)} differ: {wrong[:8]}"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_floating_point() and bool(other.isnan().any()):
+        return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return one.dtype == other.dtype and torch.equal(one, other)
