@@ -8,12 +8,18 @@ recomputation and offloading that stays under it, and runs it inside your unchan
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import (
     CaptureError,
     ChainError,
+    ExecutionError,
     InfeasibleBudgetError,
     LowtideError,
+    LowtideWarning,
+    PlanError,
     ScheduleError,
     SizesError,
     StrategyError,
@@ -25,6 +31,18 @@ from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
 from lowtide.trace import Trace
 
+if TYPE_CHECKING:
+    from lowtide.runtime.attach import attach
+    from lowtide.runtime.executor import is_recomputing
+    from lowtide.runtime.plan import Plan
+
+# What imports torch is imported when it is first used.
+_LAZY = {
+    "Plan": "lowtide.runtime.plan",
+    "attach": "lowtide.runtime.attach",
+    "is_recomputing": "lowtide.runtime.executor",
+}
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -33,10 +51,14 @@ __all__ = [
     "CaptureError",
     "Chain",
     "ChainError",
+    "ExecutionError",
     "Forward",
     "InfeasibleBudgetError",
     "LowtideError",
+    "LowtideWarning",
     "Offload",
+    "Plan",
+    "PlanError",
     "Prefetch",
     "Release",
     "Schedule",
@@ -50,7 +72,15 @@ __all__ = [
     "UnitError",
     "Variant",
     "__version__",
+    "attach",
+    "is_recomputing",
     "select",
     "simulate",
     "solve",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -8,15 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runtime import models
+from tests.runtime.schedules import random_schedule
+from tests.runtime.training import assert_equal, batches, train
 
 import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.attach import attach, check_legal
 from lowtide.runtime.split import Split, StageSplit, Unit
-
-from tests.runtime import models
-from tests.runtime.schedules import random_schedule
-from tests.runtime.training import assert_equal, batches, train
 
 NUM_STAGES = len(models.stages_of_every_kind())
 SEEDS = st.integers(0, 2**32)
@@ -48,9 +47,9 @@ def store_all(n: int = NUM_STAGES) -> Schedule:
 
 def recompute_all(n: int = NUM_STAGES) -> Schedule:
     """Keep the input alone, and start again from it for each backward."""
-    operations = [Forward(1, "keep"), *forwards(2, n, "drop")][: n - 1] + [Forward(n, "all"), Backward(n)]
+    operations = [*[Forward(1, "keep"), *forwards(2, n, "drop")][: n - 1], Forward(n, "all"), Backward(n)]
     for k in range(n - 1, 0, -1):
-        operations += ([Forward(1, "keep"), *forwards(2, k, "drop")][: k - 1]) + [Forward(k, "all"), Backward(k)]
+        operations += [*[Forward(1, "keep"), *forwards(2, k, "drop")][: k - 1], Forward(k, "all"), Backward(k)]
     return Schedule("recompute all", operations)
 
 

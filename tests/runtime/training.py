@@ -52,7 +52,9 @@ def train(
         numbers.update({f"{index} buffer {n}": b.clone() for n, b in model.named_buffers()})
         numbers.update({f"{index} generator {i}": state for i, state in enumerate(generator_states())})
         for i, state in enumerate(optimizer.state.values()):
-            numbers.update({f"{index} state {i} {n}": t.clone() for n, t in state.items() if isinstance(t, torch.Tensor)})
+            numbers.update(
+                {f"{index} state {i} {n}": t.clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
+            )
     numbers.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
     return numbers
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
 
@@ -146,11 +147,11 @@ def _restored(place: _Place, earlier: torch.Tensor | None) -> Iterator[None]:
     tensor = place.tensor
     assert tensor is not None
     now = tensor.detach().clone()
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
         if earlier is not None:
             tensor.copy_(earlier)
     try:
         yield
     finally:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
             tensor.copy_(now)

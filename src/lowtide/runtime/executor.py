@@ -229,9 +229,7 @@ class Step:
             if value not in self.values:
                 del self.host[value]
 
-    def _produce(
-        self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None
-    ) -> None:
+    def _produce(self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         name = self.machine.stage_name(k)
         if operation.save == "all":
             movable = ("abar", k) in self.program.moved

@@ -86,7 +86,10 @@ class Program:
         watched = {
             k
             for k in range(num_stages + 1)
-            if k in taped or k + 1 in taped or ("a", k) in moved or ("abar", k) in moved
+            if k in taped
+            or k + 1 in taped
+            or ("a", k) in moved
+            or ("abar", k) in moved
             or (k and not isinstance(operations[backward[k] - 1], Backward) and backward[k] - 1 != first[num_stages])
         }
         variants = [0] * (num_stages + 1)

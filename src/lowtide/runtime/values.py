@@ -38,8 +38,8 @@ class Leaf:
             tensor = self._view.tensor()
         elif version_of(tensor) != self._version:
             raise ExecutionError(
-                f"the output of stage {name!r}, of shape {list(tensor.shape)}, was changed in place between forward and "
-                "backward; work on a copy, or change it after the backward pass"
+                f"the output of stage {name!r}, of shape {list(tensor.shape)}, was changed in place between forward "
+                "and backward; work on a copy, or change it after the backward pass"
             )
         return tensor.detach().requires_grad_(self.requires_grad)
 
@@ -49,8 +49,7 @@ class Leaf:
         if self._tensor is not None:
             return self._tensor.untyped_storage()
         assert self._view is not None
-        assert self._view.box.storage is not None
-        return self._view.box.storage
+        return self._view.tensor().untyped_storage()
 
 
 class Activation:
