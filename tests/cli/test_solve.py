@@ -61,3 +61,10 @@ def test_people_see_time_and_peak(solved):
     assert "1.20 s a step (1.000 x store-all)" in printed
     assert "14.16 KiB of 19.53 KiB" in printed
     assert all(len(line) <= 80 for line in printed.splitlines())
+
+
+def test_people_see_a_chart(solved):
+    lines = solved("--memory", "16kB").out.splitlines()
+    assert any(line.startswith(" 15.62 KiB") and "┄" in line for line in lines)
+    assert any(line.startswith("   compute ffff") and line.endswith("bbbb") for line in lines)
+    assert max(map(len, lines)) <= 80

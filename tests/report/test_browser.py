@@ -155,12 +155,12 @@ def test_the_head_says_what_fits_and_what_was_seen(browser, moving_file):
     tab = browser.open(moving_file[0])
     assert tab.text("#chain-name") == "small"
     assert tab.text("#verdict-title") == "Fits in 100.00 MiB"
-    assert "A step takes 25.5 ms (by hand), 50 % slower than plain training." in tab.text("#verdict-text")
+    assert "A step takes 25.5 ms (by hand), 50\u00a0% slower than plain training." in tab.text("#verdict-text")
     assert "A faster one fits too: recomputing, 20.0 ms." in tab.text("#verdict-text")
     rows = tab.evaluate("[...document.querySelectorAll('#measured tbody tr')].map((row) => row.innerText.split('\\t'))")
     assert rows == [
-        ["Peak memory", "91.00 MiB", "92.00 MiB", "+1.1 %"],
-        ["Step time", "25.5 ms", "26.0 ms", "+2.0 %"],
+        ["Peak memory", "91.00 MiB", "92.00 MiB", "+1.1\u00a0%"],
+        ["Step time", "25.5 ms", "26.0 ms", "+2.0\u00a0%"],
     ]
     assert "on a small card over 20 steps" in tab.text("#measured-text")
 

@@ -12,6 +12,7 @@ from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, b
 from lowtide.cli.output import print_json, print_pairs, print_table
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.report import chart_text
 from lowtide.solve import Candidate, Solution, solve
 from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, format_seconds
@@ -148,6 +149,8 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
     if output is not None:
         pairs.append(("written to", output))
     print_pairs(pairs)
+    print()
+    print(chart_text(trace, memory_budget=solution.memory_budget))
     if len(solution.candidates) > 1:
         print()
         print_table(

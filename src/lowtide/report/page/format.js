@@ -26,7 +26,7 @@ function formatBandwidth(bytesPerSecond) {
 
 function formatPercent(share) {
   const percent = 100 * share;
-  return `${percent.toFixed(Math.abs(percent) < 9.95 ? 1 : 0)} %`;
+  return `${percent.toFixed(Math.abs(percent) < 9.95 ? 1 : 0)}\u00a0%`; // the space does not break
 }
 
 function formatCount(number, one, many) {

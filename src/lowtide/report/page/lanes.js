@@ -197,7 +197,7 @@ class Lanes {
           `${formatBytes(copy.bytes)} in ${formatSeconds(copy.end - copy.start)}`]
         : ["Nothing to copy"];
     }
-    frame.showTip(lines, x, frame.bottom - 2.5 * rem());
+    frame.showTip(lines, x, frame.height);
   }
 }
 
