@@ -3,12 +3,13 @@ from __future__ import annotations
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from tests.report.chains import MIB, deep_chain, moving_schedule, periodic_schedule, recomputing_schedule, small_chain
 
-from lowtide import Chain, Stage, simulate
-from lowtide.report.text import chart_text, plan_text
+from lowtide import Chain, Stage, simulate, solve
+from lowtide.report.text import chart_text, plan_text, solution_text
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
 
@@ -113,3 +114,15 @@ def test_a_name_cannot_drive_the_terminal():
 def test_a_chain_without_times_is_described():
     chain = Chain("timeless", [Stage("a", 0.0, 0.0, output_bytes=1, saved_bytes=1)] * 4)
     assert "no times are known" in plan_text(chain, simulate(chain, recomputing_schedule()))
+
+
+def test_a_solution_describes_itself():
+    solution = solve(small_chain(), memory_budget=80 * MIB, strategy="rotor")
+    text = solution_text(solution, width=80, colour=False)
+    assert text.splitlines()[0] == "small, 4 stages, rotor"
+    assert f"peak {solution.peak_bytes / MIB:.2f} MiB of 80.00 MiB" in text
+
+
+def test_the_documentation_shows_what_is_printed():
+    page = Path(__file__).parents[2] / "docs" / "report.md"
+    assert f"```\n{moving_text(width=80, colour=False)}\n```" in page.read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.chain import Chain
 from lowtide.report.timeline import PHASES, spans
+from lowtide.solve import Solution
 from lowtide.trace import CATEGORIES, Trace
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
 
@@ -86,6 +87,19 @@ def plan_text(
     lines = [*_heading(chain, trace, strategy, memory_budget, bandwidth), _line()]
     lines += _chart(trace, memory_budget, _glyphs(), _num_columns(width))
     return _joined(lines, colour)
+
+
+def solution_text(solution: Solution, *, width: int | None = None, colour: bool | None = None) -> str:
+    """`plan_text` of a solution: what `print(plan)` shows."""
+    return plan_text(
+        solution.chain,
+        solution.trace,
+        strategy=solution.strategy,
+        memory_budget=solution.memory_budget,
+        bandwidth=solution.bandwidth,
+        width=width,
+        colour=colour,
+    )
 
 
 def chart_text(

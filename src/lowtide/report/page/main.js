@@ -108,7 +108,7 @@ class Page {
     byId("verdict-text").textContent = `A step takes ${formatSeconds(plan.seconds)} (${plan.strategy}), ${cost}.${better}`;
     const forwards = plan.forwards.reduce((sum, count) => sum + count, 0);
     const figures = [
-      ["Peak memory", formatBytes(plan.peak), `${formatPercent(plan.peak / plan.budget)} of the budget`],
+      ["Peak memory", formatBytes(plan.peak), `${((100 * plan.peak) / plan.budget).toFixed(1)}\u00a0% of the budget`],
       ["Step time", formatSeconds(plan.seconds), plain ? `${(plan.seconds / plain).toFixed(3)} × plain training` : ""],
       ["Forwards again", plan.recomputed.toLocaleString("en"), `of ${forwards.toLocaleString("en")} forwards`],
       ["Moved", plan.moved ? formatBytes(plan.moved) : "nothing", data.bandwidth ? `at ${formatBandwidth(data.bandwidth)}` : "no link given"],
