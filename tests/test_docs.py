@@ -23,7 +23,20 @@ def test_the_schedule_in_the_formats_page_costs_what_it_says() -> None:
     assert trace.seconds == pytest.approx(schedule["predicted"]["seconds"])
 
 
-@pytest.mark.parametrize("module", ["units", "chain", "schedule", "simulate"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "units",
+        "chain",
+        "schedule",
+        "simulate",
+        "solve",
+        "compare",
+        "select",
+        "strategies.selection",
+        "strategies.dynamic_selection",
+    ],
+)
 def test_docstring_examples(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"lowtide.{module}"))
     assert results.attempted > 0

@@ -10,13 +10,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowtide.chain import Chain
+from lowtide.trace import Trace
+from lowtide.units import format_bytes, format_seconds
+
 # Blanks between two columns of `print_table`.
 COLUMN_GAP = 2
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print one JSON object on standard output."""
-    print(json.dumps(value, indent=1, allow_nan=False))
+    """Print one JSON object, on one line of standard output."""
+    print(json.dumps(value, allow_nan=False))
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
@@ -24,6 +28,18 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         print(f"{name:<{width}}  {value}")
+
+
+def step_time(seconds: float, chain: Chain) -> str:
+    """The time of a step, and how it compares with plain training where that takes any."""
+    plain = chain.compute_seconds
+    return f"{format_seconds(seconds)} a step" + (f" ({seconds / plain:.3f} x store-all)" if plain else "")
+
+
+def moved(trace: Trace) -> str:
+    """What a schedule moves between device and host, and how long it waits for that."""
+    copies = f"{format_bytes(trace.moved_bytes)} in {len(trace.copies)} copies"
+    return f"{copies}, compute idle {format_seconds(trace.idle_seconds)}"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:

@@ -8,11 +8,11 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, bandwidth_option
-from lowtide.cli.output import print_json, print_pairs
+from lowtide.cli.output import moved, print_json, print_pairs, step_time
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
 from lowtide.trace import Trace
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import format_bytes
 
 ScheduleFile = Annotated[
     str, typer.Argument(metavar="SCHEDULE.json", help="What to do: a schedule file.", show_default=False)
@@ -64,14 +64,13 @@ def _values(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 def _print(chain: Chain, schedule: Schedule, trace: Trace) -> None:
     peak = trace.peak_index
     at = " ".join(str(part) for part in trace.steps[peak].operation.to_list())
-    print_pairs(
-        [
-            ("chain", f"{chain.name}, {chain.num_stages} stages"),
-            ("schedule", f"{schedule.strategy}, {len(trace.steps)} operations"),
-            ("time", format_seconds(trace.seconds)),
-            ("peak", f"{format_bytes(trace.peak_bytes)} ({trace.peak_bytes} bytes), at operation {peak}, {at}"),
-            ("idle", format_seconds(trace.idle_seconds)),
-            ("recomputed", f"{trace.num_recomputed} forwards"),
-            ("moved", f"{format_bytes(trace.moved_bytes)} in {len(trace.copies)} copies"),
-        ]
-    )
+    pairs = [
+        ("chain", f"{chain.name}, {chain.num_stages} stages"),
+        ("schedule", f"{schedule.strategy}, {len(trace.steps)} operations"),
+        ("time", step_time(trace.seconds, chain)),
+        ("peak", f"{format_bytes(trace.peak_bytes)} ({trace.peak_bytes} bytes), at operation {peak}, {at}"),
+        ("recomputed", f"{trace.num_recomputed} forwards"),
+    ]
+    if trace.copies:
+        pairs.append(("moved", moved(trace)))
+    print_pairs(pairs)

@@ -9,7 +9,7 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
-from lowtide.cli.output import print_json, print_pairs, print_table
+from lowtide.cli.output import moved, print_json, print_pairs, print_table, step_time
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.report import chart_text
@@ -139,12 +139,12 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
     pairs = [
         ("chain", f"{chain.name}, {chain.num_stages} stages"),
         ("strategy", solution.strategy),
-        ("time", f"{format_seconds(solution.seconds)}{relative(solution.seconds, chain)}"),
+        ("time", step_time(solution.seconds, chain)),
         ("peak", f"{format_bytes(solution.peak_bytes)} of {format_bytes(solution.memory_budget)}"),
         ("recomputed", f"{trace.num_recomputed} forwards"),
     ]
     if trace.copies:
-        pairs.append(("moved", f"{format_bytes(trace.moved_bytes)}, compute idle {format_seconds(trace.idle_seconds)}"))
+        pairs.append(("moved", moved(trace)))
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))
@@ -157,7 +157,8 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
             ("strategy", "time", "peak", "least memory"),
             [_row(candidate, solution.strategy) for candidate in solution.candidates],
         )
-        print("* the fastest, which was taken; least memory: what a strategy that does not fit needs")
+        print()
+        print("* taken, the fastest; least memory: what a strategy needs that does not fit")
 
 
 def _row(candidate: Candidate, best: str) -> tuple[str, str, str, str]:
@@ -165,10 +166,3 @@ def _row(candidate: Candidate, best: str) -> tuple[str, str, str, str]:
         return candidate.strategy, "-", "-", format_bytes(candidate.minimum_bytes or 0)
     mark = " *" if candidate.strategy == best else ""
     return candidate.strategy + mark, format_seconds(candidate.seconds), format_bytes(candidate.peak_bytes), ""
-
-
-def relative(seconds: float, chain: Chain) -> str:
-    """How a time compares with plain training, in parentheses; empty where plain training takes no time."""
-    if not chain.compute_seconds:
-        return ""
-    return f" a step ({seconds / chain.compute_seconds:.3f} x store-all)"
