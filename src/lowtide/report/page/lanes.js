@@ -97,23 +97,28 @@ class Lanes {
   separate(context) {
     const { frame, view } = this;
     const { plan } = this.state;
-    const ground = cssColour("--ground");
-    const y = this.top(0);
+    const [y, height] = [this.top(0), LANE_REM * rem()];
+    const labels = [];
     context.save();
     context.scale(frame.ratio, frame.ratio);
-    context.font = `${0.75 * rem()}px system-ui, sans-serif`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
+    context.fillStyle = cssColour("--ground");
     for (let i = Math.floor(view.low); i < Math.min(plan.count, Math.ceil(view.high)); i += 1) {
-      if (!phaseOf(plan.effects[i])) continue;
-      const [x0, x1] = [this.x(plan.start[i]), this.x(plan.end[i])];
-      if (x1 - x0 < 5) continue;
-      context.fillStyle = ground;
-      context.fillRect(x1 - 1, y, 1, LANE_REM * rem());
-      const label = String(plan.effects[i].stage);
-      if (x1 - x0 < context.measureText(label).width + 8) continue;
-      context.fillStyle = cssColour(`--on-${phaseOf(plan.effects[i])}`);
-      context.fillText(label, Math.max(x0, frame.left) / 2 + Math.min(x1, frame.right) / 2, y + (LANE_REM * rem()) / 2);
+      const phase = phaseOf(plan.effects[i]);
+      const [x0, x1] = [Math.max(frame.left, this.x(plan.start[i])), Math.min(frame.right, this.x(plan.end[i]))];
+      if (!phase || x1 - x0 < 5) continue;
+      context.fillRect(x1 - 1, y, 1, height);
+      const text = String(plan.effects[i].stage);
+      if (x1 - x0 > (0.5 * text.length + 0.4) * rem()) labels.push({ text, x: (x0 + x1) / 2, phase });
+    }
+    // Choosing a font makes the browser lay out the page: only where there is something to write.
+    if (labels.length) {
+      context.font = `${0.75 * rem()}px system-ui, sans-serif`;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+    }
+    for (const { text, x, phase } of labels) {
+      context.fillStyle = cssColour(`--on-${phase}`);
+      context.fillText(text, x, y + height / 2);
     }
     context.restore();
   }

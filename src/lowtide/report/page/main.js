@@ -174,6 +174,7 @@ class Page {
     const isDark = () => (document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark";
     const name = () => (byId("theme").textContent = isDark() ? "Light" : "Dark");
     const repaint = () => {
+      forgetStyle();
       name();
       this.drawView(true);
     };

@@ -53,12 +53,24 @@ function timeTicks(low, high, count) {
   }));
 }
 
+// What the style says is read once and kept until it changes: each reading makes the browser lay out the page.
+const styleCache = new Map();
+
+function forgetStyle() {
+  styleCache.clear();
+}
+
+function fromStyle(name, read) {
+  if (!styleCache.has(name)) styleCache.set(name, read(getComputedStyle(document.documentElement)));
+  return styleCache.get(name);
+}
+
 function rem() {
-  return parseFloat(getComputedStyle(document.documentElement).fontSize);
+  return fromStyle("rem", (style) => parseFloat(style.fontSize));
 }
 
 function cssColour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return fromStyle(name, (style) => style.getPropertyValue(name).trim());
 }
 
 // A canvas for what is large and an SVG over it for text and marks. `draw` is called when the size changes.
@@ -69,13 +81,17 @@ class Frame {
     this.canvas = canvas ? element("canvas", { "aria-hidden": "true" }, figure) : null;
     this.svg = svg("svg", { "aria-hidden": "true" }, figure);
     this.tip = element("div", { class: "tip", "aria-hidden": "true", hidden: "" }, figure);
-    new ResizeObserver(() => draw()).observe(figure);
+    new ResizeObserver(([entry]) => {
+      forgetStyle(); // the size of text may have changed too
+      this.width = entry.contentRect.width;
+      draw();
+    }).observe(figure);
   }
 
   // Sizes in CSS pixels; the plot lies between left and right, top and bottom.
   measure({ left = 4.4, right = 0.75, top = 1.25, bottom = 1.75 } = {}) {
     const unit = rem();
-    this.width = this.figure.clientWidth;
+    this.width ??= this.figure.clientWidth;
     this.height = this.heightRem * unit;
     this.left = left * unit;
     this.right = this.width - right * unit;
