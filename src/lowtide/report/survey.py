@@ -149,31 +149,33 @@ def survey(
     store_all = solved(STORE_ALL, minimums[STORE_ALL])
     budgets = _budgets(min(minimums.values()), store_all.peak_bytes, num_budgets)
     budgets = sorted({*budgets, *(budget for budget in memory_budgets if budget >= budgets[0])})
-    patience = None if patience_seconds is None else patience_seconds / len(names)
+    deadline = None if patience_seconds is None else time.monotonic() + patience_seconds
     curves = []
     for done, name in enumerate(names):
-        say(name, 0.1 + 0.9 * done / len(names))
+        # What the strategies before did not need is left to the others.
+        left = None if deadline is None else (deadline - time.monotonic()) / (len(names) - done)
         within = sorted({minimums[name], *(budget for budget in budgets if budget >= minimums[name])})
         wanted = list(coarse_to_fine(within, first=memory_budgets))
-        points = _points(solved, name, wanted, patience)
+        points: list[Point] = []
+        for point in _points(solved, name, wanted, left):
+            points.append(point)
+            say(f"{name}: {len(points)} of {len(wanted)}", 0.1 + 0.9 * (done + len(points) / len(wanted)) / len(names))
         tried = tuple(sorted(wanted[: len(points)]))
         curves.append(Curve(name, minimums[name], _best(points), tried, len(wanted) - len(points)))
     plans = _plans(chain, curves, budgets, bandwidth, duplex)
     return Survey(chain, bandwidth, duplex, store_all.trace, tuple(curves), plans)
 
 
-def _points(solved: _Solve, name: str, budgets: Sequence[int], patience_seconds: float | None) -> list[Point]:
+def _points(solved: _Solve, name: str, budgets: Sequence[int], patience_seconds: float | None) -> Iterator[Point]:
     """One strategy at one budget after the other, until the next would take longer than there is patience for."""
-    points: list[Point] = []
-    begin, slowest = time.monotonic(), 0.0
-    for budget in budgets:
+    begin, latest = time.monotonic(), 0.0
+    for tried, budget in enumerate(budgets):
         before = time.monotonic()
-        if patience_seconds is not None and points and before + slowest > begin + patience_seconds:
+        if patience_seconds is not None and tried and before + latest > begin + patience_seconds:
             break
         solution = solved(name, budget)
-        points.append(Point(name, solution.peak_bytes, solution.seconds, solution.schedule))
-        slowest = max(slowest, time.monotonic() - before)
-    return points
+        latest = time.monotonic() - before
+        yield Point(name, solution.peak_bytes, solution.seconds, solution.schedule)
 
 
 def _names(chain: Chain, bandwidth: int, strategies: Sequence[str]) -> list[str]:
