@@ -27,6 +27,7 @@ def attach(
     *,
     split: Split | None = None,
     host_memory_budget: int | str | None = None,
+    strict: bool = False,
 ) -> Plan:
     """Run a model under a schedule from now on.
 
@@ -36,6 +37,8 @@ def attach(
         split: which submodules make which stage. None: as the chain was measured; else the stages' names are read as
             paths of submodules; else the children of an `nn.Sequential` are the stages.
         host_memory_budget: bytes of host memory that offloaded values may take; None: what the schedule needs.
+        strict: compare, byte by byte, what a repeated forward saves with what the first saved; slow, for finding out
+            why gradients differ.
 
     Returns:
         The plan; a plan that was attached before is detached.
@@ -58,7 +61,7 @@ def attach(
     split = split or split_for(model, chain)
     check_legal(schedule, split.num_stages)
     tier = tier_for(model, host_memory_budget)
-    return Plan(model, lambda handler: Execution(model, split, schedule, chain, tier, handler))
+    return Plan(model, lambda handler: Execution(model, split, schedule, chain, tier, handler, strict=strict))
 
 
 def split_for(model: nn.Module, chain: Chain | None) -> Split:

@@ -69,10 +69,6 @@ class StageBuffers:
                     seen.add((id(module), name))
                     self._places.append(_Place(module, name, f"{path}.{name}" if path else name))
 
-    def is_spare(self, address: int) -> bool:
-        """Whether a storage stands in for a buffer while a stage runs again."""
-        return any(spare.untyped_storage()._cdata == address for spare in self._spare.values())
-
     def before(self) -> Snapshot:
         """Note the buffers before a first run."""
         snapshot = Snapshot()
@@ -86,13 +82,13 @@ class StageBuffers:
         return snapshot
 
     def after(self, snapshot: Snapshot) -> Snapshot | None:
-        """Look what the first run changed; returns what a repeated run needs, None where nothing changed."""
+        """Look what the first run changed; returns what a repeated run needs, None where there are no buffers."""
         for index, version in enumerate(snapshot.versions):
             if self._has_changed(index, version, snapshot.copies.get(index)):
                 snapshot.changed.append(index)
         snapshot.copies = {index: copy for index, copy in snapshot.copies.items() if index in snapshot.changed}
         self._known = {*(self._known or ()), *snapshot.changed}
-        return snapshot if snapshot.changed else None
+        return snapshot if snapshot.versions else None
 
     def _has_changed(self, index: int, version: int, copy: torch.Tensor | None) -> bool:
         place = self._places[index]
@@ -109,11 +105,13 @@ class StageBuffers:
         """Run the block with the changed buffers as they were, and leave them as they are.
 
         Raises:
-            ExecutionError: for a buffer that changed in this step and in none before: its old value is not known.
+            ExecutionError: for a buffer that changed in this step and in none before: its old value is not known; and
+                for one that somebody else changed since.
         """
         if snapshot is None:
             yield
             return
+        self._check_unchanged(snapshot)
         with ExitStack() as stack:
             for index in snapshot.changed:
                 place = self._places[index]
@@ -127,6 +125,22 @@ class StageBuffers:
                         "cannot be run again; run the step once more"
                     )
             yield
+
+    def _check_unchanged(self, snapshot: Snapshot) -> None:
+        for index, (place, version) in enumerate(zip(self._places, snapshot.versions, strict=True)):
+            tensor = place.tensor
+            if tensor is not None and tensor._version != version and index not in snapshot.changed:
+                raise ExecutionError(
+                    f"buffer {place.path!r} was changed in place between the forward of a stage that reads it and its "
+                    "backward; change it after the backward pass"
+                )
+
+    def rewritten(self, snapshot: Snapshot | None) -> set[int]:
+        """The addresses of the storages that hold other values after a repeated run than during it."""
+        if snapshot is None:
+            return set()
+        tensors = (self._places[index].tensor for index in snapshot.copies)
+        return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     @contextmanager
     def _exchanged(self, index: int, place: _Place) -> Iterator[None]:
@@ -147,11 +161,15 @@ def _restored(place: _Place, earlier: torch.Tensor | None) -> Iterator[None]:
     tensor = place.tensor
     assert tensor is not None
     now = tensor.detach().clone()
-    with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
+    with _unsafe_preserve_version_counter(tensor):  # whoever saved the tensor finds it as it was
         if earlier is not None:
-            tensor.copy_(earlier)
-    try:
-        yield
-    finally:
-        with torch.no_grad(), _unsafe_preserve_version_counter(tensor):
-            tensor.copy_(now)
+            _write(tensor, earlier)
+        try:
+            yield
+        finally:
+            _write(tensor, now)
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(values)

@@ -12,7 +12,8 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.runtime.cargo import Tier
-from lowtide.runtime.executor import ExecutedForward, Step
+from lowtide.runtime.executed_forward import ExecutedForward
+from lowtide.runtime.executor import Step
 from lowtide.runtime.interception import Interception
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Program
@@ -34,6 +35,7 @@ class Execution:
         chain: what the stages cost, where it is known.
         tier: where values go that leave the device.
         handler: called in place of the model.
+        strict: compare the values that a repeated forward saves with the first's.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class Execution:
         chain: Chain | None,
         tier: Tier,
         handler: Callable[..., Any],
+        *,
+        strict: bool = False,
     ) -> None:
         self.split = split
         self.schedule = schedule
         self.chain = chain
         layout = Layout.of(split)
-        self.machine = Machine(model, layout, Program.of(schedule, layout.num_stages), tier)
         self._interception = Interception(model, layout.units, handler)
+        program = Program.of(schedule, layout.num_stages)
+        self.machine = Machine(model, layout, program, tier, strict=strict)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self) -> None:

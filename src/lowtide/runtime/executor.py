@@ -19,12 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
-from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Placeholder, Placeholders, discard, never_opened, opened
-from lowtide.runtime.staged import StagedForward
+from lowtide.runtime.saved import Placeholder, Placeholders, Sink, discard, never_opened
+from lowtide.runtime.strict import Fingerprints, noting
 from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape
 from lowtide.runtime.values import Activation, Saved, Sorter
@@ -51,7 +50,7 @@ def is_recomputing() -> bool:
 class StageRun:
     """What a step knows of one stage's first run."""
 
-    __slots__ = ("parameters", "placeholders", "random", "requires_grad", "snapshot", "tape")
+    __slots__ = ("fingerprints", "parameters", "placeholders", "random", "requires_grad", "snapshot", "tape")
 
     def __init__(self, stage: int, name: str) -> None:
         self.placeholders = Placeholders(stage, name)
@@ -60,6 +59,7 @@ class StageRun:
         self.snapshot: Snapshot | None = None
         self.parameters: list[tuple[nn.Parameter, int]] = []
         self.requires_grad = False
+        self.fingerprints: Fingerprints | None = None
 
 
 class Step:
@@ -134,11 +134,10 @@ class Step:
 
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A saved tensor was changed in place."""
-        if not self.machine.is_state(tensor):
-            raise ExecutionError(
-                f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, and it "
-                "was changed in place since; change it after the backward pass"
-            )
+        raise ExecutionError(
+            f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, and it was "
+            "changed in place since; change it after the backward pass"
+        )
 
     def _enter_task(self) -> None:
         """Note which call of backward this is, and ask to be told of its end."""
@@ -259,18 +258,31 @@ class Step:
         if operation.save != "all":
             outputs = self._run_again(k, inputs, discard)
         else:
-            catch = run.placeholders.repeated_run(sorter if sorter is not None else _fill_placeholder)
-            outputs = self._run_again(k, inputs, catch)
-            catch.finish()
+            outputs = self._run_for_backward(k, inputs, sorter if sorter is not None else _fill_placeholder)
         if sorter is not None:
             sorter.finish(inputs, self._fixed(tape))
         made = dict(zip(tape.outputs, outputs, strict=True))
         self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
         self.machine.counters.num_recomputed += 1
 
+    def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink) -> list[torch.Tensor]:
+        run = self.runs[k]
+        again = None if run.fingerprints is None else Fingerprints()
+        catch = run.placeholders.repeated_run(sink if again is None else noting(sink, again))
+        outputs = self._run_again(k, inputs, catch)
+        catch.finish()
+        if again is not None:
+            assert run.fingerprints is not None
+            again.finish()
+            again.compare(run.fingerprints, self.machine.stage_name(k))
+        return outputs
+
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Any) -> list[torch.Tensor]:
         run = self.runs[k]
         assert run.tape is not None
+        rewritten = self.machine.buffers_of(k).rewritten(run.snapshot)
+        if rewritten:
+            pack = _copying(pack, rewritten)
         with (
             _marked_as_recomputing(),
             self.machine.generators.replayed(run.random),
@@ -300,6 +312,16 @@ def _fill_placeholder(index: int, placeholder: Placeholder | None, tensor: torch
         placeholder.fill(tensor)
 
 
+def _copying(pack: Callable[[torch.Tensor], Any], addresses: set[int]) -> Callable[[torch.Tensor], Any]:
+    """A packing hook that saves a copy where the memory will be written to."""
+
+    def copying(tensor: torch.Tensor) -> Any:
+        own = tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in addresses
+        return pack(tensor if own else tensor.detach().clone())
+
+    return copying
+
+
 @contextmanager
 def _marked_as_recomputing() -> Iterator[None]:
     _recomputing.depth += 1
@@ -307,82 +329,3 @@ def _marked_as_recomputing() -> Iterator[None]:
         yield
     finally:
         _recomputing.depth -= 1
-
-
-class ExecutedForward(StagedForward):
-    """The model's own forward under a schedule."""
-
-    def __init__(self, machine: Machine, step: Step) -> None:
-        super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
-        self.machine = machine
-        self.step = step
-        self._hooks: saved_tensors_hooks | None = None
-        self._sorter: Sorter | None = None
-        self._before: tuple[State, Snapshot] | None = None
-
-    def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model under the schedule."""
-        try:
-            result = super().run(plain, args, kwargs)
-        except BaseException:
-            self.step.release()
-            raise
-        finally:
-            for tape in self.tapes.values():
-                tape.close()
-        reach = partial(self.step.reach, self.stage)
-        for tensor in tensors_of(result):
-            if tensor.grad_fn is not None:
-                self.step.runs[self.stage].requires_grad = True
-                tensor.grad_fn.register_prehook(reach)
-        self.step.end_forward()
-        return result
-
-    def begin_stage(self, k: int) -> None:
-        """Get ready for the first run of stage k."""
-        step, machine = self.step, self.machine
-        if k == 1 and step.program.keeps_outputs(0):
-            inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
-            step.values[("a", 0)] = inputs
-        step.before_first(k)
-        super().begin_stage(k)
-        run, mode = step.runs[k], step.program.modes[step.program.first[k]]
-        run.tape = self.tape
-        self._sorter = Sorter() if mode is Mode.SORT else None
-        self._hooks = None
-        if mode is not Mode.NATIVE:
-            self._hooks = saved_tensors_hooks(run.placeholders.first_run(step, self._sorter), opened)
-        self._before = None
-        if self.tape is not None:
-            everything = machine.probes_all_generators(k)
-            self._before = (machine.generators.state(everything=everything), machine.buffers_of(k).before())
-
-    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
-        """Hand over what the first run of stage k left."""
-        super().end_stage(k, outputs)
-        run = self.step.runs[k]
-        if self._before is not None:
-            state, snapshot = self._before
-            run.random = self.machine.drawn(k, state)
-            run.snapshot = self.machine.buffers_of(k).after(snapshot)
-        run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
-        for tensor in outputs.values() if k < self.layout.num_stages else ():
-            if tensor.grad_fn is not None:
-                run.requires_grad = True
-                tensor.grad_fn.register_prehook(partial(self.step.reach, k))
-        self.step.after_first(k, outputs, self._sorter)
-        self._sorter = None
-
-    def invoke(
-        self,
-        name: str,
-        call: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: nn.Module | None = None,
-    ) -> Any:
-        """Run one call of the current stage under its hooks."""
-        if self._hooks is None:
-            return super().invoke(name, call, args, kwargs, module)
-        with self._hooks:
-            return super().invoke(name, call, args, kwargs, module)

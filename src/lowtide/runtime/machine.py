@@ -34,13 +34,15 @@ class Machine:
         layout: its stages.
         program: the schedule.
         tier: where values go that leave the device.
+        strict: compare the values that a repeated forward saves with the first's.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, program: Program, tier: Tier) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, program: Program, tier: Tier, *, strict: bool = False) -> None:
         self.model = model
         self.layout = layout
         self.program = program
         self.tier = tier
+        self.strict = strict
         self.generators = Generators.of(model)
         self.counters = Counters()
         self.reads: dict[int, frozenset[int]] = {}
@@ -100,13 +102,11 @@ class Machine:
         return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
     def is_state(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is (a view of) a buffer of the model, or one that stands in for it; slow, seldom asked."""
+        """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage()._cdata
-        if any(buffer.untyped_storage()._cdata == address for buffer in self.model.buffers()):
-            return True
-        return any(buffers.is_spare(address) for buffers in self._buffers.values())
+        return any(buffer.untyped_storage()._cdata == address for buffer in self.model.buffers())
 
     def describe(self, tensor: torch.Tensor) -> str:
         """A tensor's name for messages."""
@@ -114,6 +114,9 @@ class Machine:
         for name, parameter in self.model.named_parameters():
             if parameter is tensor or parameter.untyped_storage()._cdata == address:
                 return f"parameter {name!r}"
+        for name, buffer in self.model.named_buffers():
+            if buffer is tensor or buffer.untyped_storage()._cdata == address:
+                return f"buffer {name!r}"
         return f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
 
     # Random numbers

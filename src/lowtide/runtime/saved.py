@@ -27,7 +27,7 @@ class Opener(Protocol):
         """Backward has reached stage k: fill its placeholders."""
 
     def changed(self, k: int, tensor: torch.Tensor) -> None:
-        """A tensor that stage k saved was changed in place: raise, where that matters."""
+        """A tensor that stage k saved was changed in place: raise."""
 
 
 class Placeholder:

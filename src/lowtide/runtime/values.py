@@ -32,24 +32,23 @@ class Leaf:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as an input of a repeated run: without history, asking for gradients as the first did."""
+        return self._checked(name).detach().requires_grad_(self.requires_grad)
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """Its storage, on the device."""
+        return self._checked(name).untyped_storage()
+
+    def _checked(self, name: str) -> torch.Tensor:
         tensor = self._tensor
         if tensor is None:
             assert self._view is not None
-            tensor = self._view.tensor()
-        elif version_of(tensor) != self._version:
+            return self._view.tensor()
+        if version_of(tensor) != self._version:
             raise ExecutionError(
                 f"the output of stage {name!r}, of shape {list(tensor.shape)}, was changed in place between forward "
                 "and backward; work on a copy, or change it after the backward pass"
             )
-        return tensor.detach().requires_grad_(self.requires_grad)
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """Its storage, on the device."""
-        if self._tensor is not None:
-            return self._tensor.untyped_storage()
-        assert self._view is not None
-        return self._view.tensor().untyped_storage()
+        return tensor
 
 
 class Activation:
@@ -97,14 +96,50 @@ class Activation:
             leaf.leave()
 
 
-class _OfInput:
-    """A saved tensor that is a view of the stage's input."""
+class _Item:
+    """One tensor that a sorted run saved.
 
-    __slots__ = ("number", "view")
+    Exactly one of these holds: it is a view of the stage's input (`number`), a view of storages that can be moved
+    (`view` alone), or some other's tensor (`tensor`).
+    """
 
-    def __init__(self, number: int, view: View) -> None:
-        self.number = number
-        self.view = view
+    __slots__ = ("number", "tensor", "unchanged", "version", "view")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = version_of(tensor)
+        self.view: View | None = None
+        self.number: int | None = None
+        self.unchanged = True
+
+    def sort(self, cargo: Cargo, inputs: Mapping[int, int], fixed: set[int]) -> None:
+        """Find out what it is, now that the run has ended."""
+        tensor = self.tensor
+        assert tensor is not None
+        self.unchanged = version_of(tensor) == self.version
+        if not is_movable(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata in inputs:
+            self.number, self.view, self.tensor = inputs[storage._cdata], View(None, tensor), None
+        # FSDP empties the storages of parameters that it gathers
+        elif storage._cdata not in fixed and storage.nbytes():
+            self.view, self.tensor = cargo.view(tensor), None
+
+    def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
+        """Give the placeholder its tensor, on the device."""
+        if self.tensor is not None:
+            placeholder.fill(self.tensor)
+            placeholder.version = self.version
+        elif self.number is not None:
+            assert source is not None
+            assert self.view is not None
+            placeholder.fill(self.view.on(source.leaves[self.number].storage(source.name)))
+        else:
+            assert self.view is not None
+            placeholder.fill(self.view.tensor())
+        if not self.unchanged:
+            placeholder.version = -1  # whoever opens it is told
 
 
 class Saved(Activation):
@@ -114,7 +149,7 @@ class Saved(Activation):
 
     def __init__(self, name: str, tensors: Mapping[int, torch.Tensor], sorter: Sorter | None, *, movable: bool):
         super().__init__(name, tensors, movable=movable, cargo=None if sorter is None else sorter.cargo)
-        self.items: list[View | _OfInput | torch.Tensor] = [] if sorter is None else sorter.items
+        self.items: list[_Item] = [] if sorter is None else sorter.items
 
     def fill(self, placeholders: Placeholders, source: Activation | None) -> None:
         """Fill the stage's placeholders for backward; `source` has the stage's input."""
@@ -123,15 +158,8 @@ class Saved(Activation):
             source.arrive()
         for index, item in enumerate(self.items):
             placeholder = placeholders.alive(index)
-            if placeholder is None:
-                continue
-            if isinstance(item, _OfInput):
-                assert source is not None
-                placeholder.fill(item.view.on(source.leaves[item.number].storage))
-            elif isinstance(item, View):
-                placeholder.fill(item.tensor())
-            else:
-                placeholder.fill(item)
+            if placeholder is not None:
+                item.fill(placeholder, source)
         self.items = []
 
 
@@ -140,11 +168,11 @@ class Sorter:
 
     def __init__(self) -> None:
         self.cargo = Cargo()
-        self.items: list[View | _OfInput | torch.Tensor] = []
+        self.items: list[_Item] = []
 
     def __call__(self, index: int, placeholder: Placeholder | None, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor; some operations fill it only later, so nothing is copied here."""
-        self.items.append(tensor.detach())
+        self.items.append(_Item(tensor))
 
     def finish(self, inputs: Mapping[int, torch.Tensor], fixed: set[int]) -> None:
         """The run has ended.
@@ -154,20 +182,8 @@ class Sorter:
             fixed: addresses of storages that are not the stage's: parameters, buffers, held tensors.
         """
         addresses = {t.untyped_storage()._cdata: number for number, t in inputs.items() if is_movable(t)}
-        self.items = [self._sorted(item, addresses, fixed) for item in self.items if isinstance(item, torch.Tensor)]
-
-    def _sorted(
-        self, tensor: torch.Tensor, inputs: Mapping[int, int], fixed: set[int]
-    ) -> View | _OfInput | torch.Tensor:
-        if not is_movable(tensor):
-            return tensor
-        storage = tensor.untyped_storage()
-        number = inputs.get(storage._cdata)
-        if number is not None:
-            return _OfInput(number, View(None, tensor))
-        if storage._cdata in fixed or not storage.nbytes():  # FSDP empties the storages of parameters that it gathers
-            return tensor
-        return self.cargo.view(tensor)
+        for item in self.items:
+            item.sort(self.cargo, addresses, fixed)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:

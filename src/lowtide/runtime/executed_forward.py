@@ -1,0 +1,109 @@
+"""The model's own forward under a schedule: its stages' first runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.executor import Step
+from lowtide.runtime.machine import Machine
+from lowtide.runtime.program import Mode
+from lowtide.runtime.rng import State
+from lowtide.runtime.saved import Sink, opened
+from lowtide.runtime.staged import StagedForward
+from lowtide.runtime.strict import Fingerprints, noting
+from lowtide.runtime.values import Activation, Sorter
+
+
+class ExecutedForward(StagedForward):
+    """The model's own forward under a schedule."""
+
+    def __init__(self, machine: Machine, step: Step) -> None:
+        super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
+        self.machine = machine
+        self.step = step
+        self._hooks: saved_tensors_hooks | None = None
+        self._sorter: Sorter | None = None
+        self._before: tuple[State, Snapshot] | None = None
+
+    def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model under the schedule."""
+        try:
+            result = super().run(plain, args, kwargs)
+        except BaseException:
+            self.step.release()
+            raise
+        finally:
+            for tape in self.tapes.values():
+                tape.close()
+        reach = partial(self.step.reach, self.stage)
+        for tensor in tensors_of(result):
+            if tensor.grad_fn is not None:
+                self.step.runs[self.stage].requires_grad = True
+                tensor.grad_fn.register_prehook(reach)
+        self.step.end_forward()
+        return result
+
+    def begin_stage(self, k: int) -> None:
+        """Get ready for the first run of stage k."""
+        step, machine = self.step, self.machine
+        if k == 1 and step.program.keeps_outputs(0):
+            inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
+            step.values[("a", 0)] = inputs
+        step.before_first(k)
+        super().begin_stage(k)
+        run, mode = step.runs[k], step.program.modes[step.program.first[k]]
+        run.tape = self.tape
+        self._sorter = Sorter() if mode is Mode.SORT else None
+        self._hooks = None
+        if mode is not Mode.NATIVE:
+            sink: Sink | None = self._sorter
+            if machine.strict:
+                run.fingerprints = Fingerprints()
+                sink = noting(sink, run.fingerprints)
+            self._hooks = saved_tensors_hooks(run.placeholders.first_run(step, sink), opened)
+        self._before = None
+        if self.tape is not None:
+            everything = machine.probes_all_generators(k)
+            self._before = (machine.generators.state(everything=everything), machine.buffers_of(k).before())
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        """Hand over what the first run of stage k left."""
+        super().end_stage(k, outputs)
+        run = self.step.runs[k]
+        if run.fingerprints is not None:
+            run.fingerprints.finish()
+        if self.tape is not None and self.tape.refusal is not None:
+            raise ExecutionError(self.tape.refusal)
+        if self._before is not None:
+            state, snapshot = self._before
+            run.random = self.machine.drawn(k, state)
+            run.snapshot = self.machine.buffers_of(k).after(snapshot)
+        run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
+        for tensor in outputs.values() if k < self.layout.num_stages else ():
+            if tensor.grad_fn is not None:
+                run.requires_grad = True
+                tensor.grad_fn.register_prehook(partial(self.step.reach, k))
+        self.step.after_first(k, outputs, self._sorter)
+        self._sorter = None
+
+    def invoke(
+        self,
+        name: str,
+        call: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run one call of the current stage under its hooks."""
+        if self._hooks is None:
+            return super().invoke(name, call, args, kwargs, module)
+        with self._hooks:
+            return super().invoke(name, call, args, kwargs, module)
