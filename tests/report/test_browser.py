@@ -379,3 +379,56 @@ def test_what_cannot_be_unpacked_is_said(browser, moving_file, tmp_path):
     tab.call("Page.navigate", url=path.as_uri())
     tab.wait("document.getElementById('failure')?.hidden === false")
     assert "This page cannot be drawn" in tab.text("#failure")
+
+
+CONTRASTS = """(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const channels = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const luminance = (colour) => {
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = channels(colour).map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const colour = getComputedStyle(at).backgroundColor;
+      if (channels(colour)[3] === 255) return colour;
+    }
+    return "white";
+  };
+  const found = {};
+  for (const node of document.querySelectorAll("body *")) {
+    const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!says || !node.checkVisibility() || node.closest("script, :disabled, .tip, .skip, .hidden")) continue;
+    const style = getComputedStyle(node);
+    const both = [luminance(node.closest("svg") ? style.fill : style.color), luminance(ground(node))];
+    const [one, other] = both.sort((x, y) => x - y);
+    const name = `${node.tagName}.${node.getAttribute("class")}#${node.id}`;
+    found[name] = Math.min(found[name] ?? Infinity, (other + 0.05) / (one + 0.05));
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(scheme, browser, moving_file):
+    tab = browser.open(moving_file[0], scheme=scheme)
+    contrasts = tab.evaluate(CONTRASTS)
+    assert len(contrasts) > 20
+    # WCAG 2, level AA, for text of any size.
+    assert {name: ratio for name, ratio in contrasts.items() if ratio < 4.5} == {}
+
+
+def test_text_twice_as_large_still_fits(browser, deep_file):
+    tab = browser.open(deep_file[0], width=1280)
+    tab.call("Page.setFontSizes", fontSizes={"standard": 32})  # as the browser's own setting does
+    tab.wait("document.querySelector('#memory-chart svg').getAttribute('height') === '640'")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 1280
+    tab.resize(1280, tab.evaluate("document.documentElement.scrollHeight"))
+    tab.screenshot(ARTEFACTS / "report-deep-large-text.png")
+    assert tab.complaints() == []

@@ -115,20 +115,31 @@ class MemoryChart {
     const { frame, view } = this;
     const { plan } = this.state;
     const peakX = this.x(view.middleOf(plan.peakIndex));
-    const middle = (frame.left + frame.right) / 2;
+    const widthOf = (text) => 0.47 * rem() * text.length;
+    const peakText = `peak ${formatBytes(plan.peak)}`;
+    const budgetText = `budget ${formatBytes(plan.budget)}`;
+    const y = this.y(plan.peak);
+    const labelY = this.y(this.showsBudget ? Math.max(plan.budget, plan.peak) : plan.peak) - 0.4 * rem();
+    // The budget is named at the far end from the peak, the peak beside its mark where there is room for both.
+    const atLeft = peakX > (frame.left + frame.right) / 2;
+    const [from, to] = atLeft
+      ? [frame.left + widthOf(budgetText) + 1 * rem(), frame.right]
+      : [frame.left, frame.right - widthOf(budgetText) - 1 * rem()];
     if (this.showsBudget) {
-      const y = this.y(plan.budget);
-      svg("line", { x1: frame.left, x2: frame.right, y1: y, y2: y, class: "budget-line" }, frame.svg);
-      const atLeft = peakX > middle;
-      svg("text", { x: atLeft ? frame.left + 6 : frame.right - 6, y: y - 0.4 * rem(), "text-anchor": atLeft ? "start" : "end", class: "budget-label" },
-        frame.svg, `budget ${formatBytes(plan.budget)}`);
+      const lineY = this.y(plan.budget);
+      svg("line", { x1: frame.left, x2: frame.right, y1: lineY, y2: lineY, class: "budget-line" }, frame.svg);
+      svg("text", { x: atLeft ? frame.left + 6 : frame.right - 6, y: lineY - 0.4 * rem(), "text-anchor": atLeft ? "start" : "end", class: "budget-label" },
+        frame.svg, budgetText);
     }
     if (peakX < frame.left - 1 || peakX > frame.right + 1) return;
-    const y = this.y(plan.peak);
     svg("path", { d: `M${peakX} ${y - 1}l-5 -9h10Z`, class: "peak" }, frame.svg);
-    const anchor = peakX > middle ? "end" : "start";
-    svg("text", { x: peakX + (anchor === "end" ? -10 : 10), y: Math.min(y, this.showsBudget ? this.y(plan.budget) : y) - 0.4 * rem(), "text-anchor": anchor, class: "peak-label" },
-      frame.svg, `peak ${formatBytes(plan.peak)}`);
+    const fitsBefore = peakX - 10 - widthOf(peakText) >= from;
+    const fitsAfter = peakX + 10 + widthOf(peakText) <= to;
+    const before = atLeft ? fitsBefore || !fitsAfter : fitsBefore && !fitsAfter;
+    const anchor = before ? "end" : "start";
+    const lower = fitsBefore || fitsAfter ? 0 : 1.6 * rem();
+    svg("text", { x: peakX + (anchor === "end" ? -10 : 10), y: labelY + lower, "text-anchor": anchor, class: "peak-label" },
+      frame.svg, peakText);
   }
 
   drawCursor() {
