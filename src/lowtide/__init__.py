@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowtide.chain import Chain, Stage, Variant
+from lowtide.compare import Comparison, compare
 from lowtide.errors import (
     CaptureError,
     ChainError,
@@ -51,6 +52,7 @@ __all__ = [
     "CaptureError",
     "Chain",
     "ChainError",
+    "Comparison",
     "ExecutionError",
     "Forward",
     "InfeasibleBudgetError",
@@ -73,6 +75,7 @@ __all__ = [
     "Variant",
     "__version__",
     "attach",
+    "compare",
     "is_recomputing",
     "select",
     "simulate",

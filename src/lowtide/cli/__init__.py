@@ -10,12 +10,14 @@ Exit status: 0 done; 2 wrong use or wrong file; 3 the budget cannot be met; 130 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     _never_fail_to_encode()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _log_shown():
         warnings.showwarning = _show_warning
         return _run(given)
 
@@ -163,6 +165,21 @@ def _show_warning(
 ) -> None:
     label = "" if issubclass(category, LowtideWarning) else f"{category.__name__}: "
     print(f"lowtide: warning: {label}{' '.join(str(message).split())}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show what the package logs on a terminal, and nowhere else: programs read standard error, too."""
+    handler: logging.Handler = logging.NullHandler()
+    if sys.stderr.isatty():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("lowtide: %(message)s"))
+    logger = logging.getLogger("lowtide")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _never_fail_to_encode() -> None:

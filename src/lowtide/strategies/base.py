@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Schedule
+from lowtide.strategies.compiling import announce_compilation
 from lowtide.units import format_bytes
 
 
@@ -114,6 +115,7 @@ class Entry:
         factory = getattr(importlib.import_module(self.module), self.factory)
         known = {entry.name for entry in dataclasses.fields(factory)}
         given = {name: value for name, value in settings.items() if value is not None and name in known}
+        announce_compilation()
         strategy: Strategy = factory(**{**self.settings, **given})
         return strategy
 

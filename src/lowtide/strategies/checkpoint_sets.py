@@ -18,6 +18,8 @@ import functools
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any, Literal
 
+from lowtide.strategies.compiling import announce_compilation
+
 Algorithm = Literal["linear", "quadratic"]
 
 # Interpreted, so many steps of these loops take about as long as importing numba and its compiled code from disk.
@@ -231,6 +233,7 @@ def _arrays(lists: Sequence[list[int]]) -> list[Any] | None:
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
+    announce_compilation()
     compiled: Callable[..., Any] = numba.njit(cache=True)(function)
     return compiled
 
