@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lowtide import Chain
+from lowtide.report.timeline import Span
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 FLAGS = (
@@ -42,6 +45,9 @@ os.dup2(high[0], 3)
 os.dup2(high[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
+
+# Where pictures of the page are kept.
+ARTEFACTS = Path(__file__).parents[2] / "artefacts"
 
 # How long a page may take to answer before a test is called hung; no measure of speed.
 PATIENCE_SECONDS = 60.0
@@ -216,3 +222,20 @@ class Tab:
                 if not url.startswith(("file:", "data:", "blob:")):
                     found.append(f"request: {url}")
         return found
+
+
+def words(chain: Chain, span: Span) -> str:
+    """An operation as the page names it."""
+    verb, *rest = span.step.operation.to_list()
+    name = chain.stage(span.step.operation.stage).name
+    if verb == "forward":
+        return f"Forward{' again' if span.step.repeated else ''} of {name}"
+    if verb == "backward":
+        return f"Backward of {name}"
+    value = {"a": f"the output of {name}", "abar": f"what {name} saved"}[rest[0]]
+    return {
+        "offload": f"Start copying {value} to the host",
+        "release": f"Let {value} go from the device",
+        "prefetch": f"Start copying {value} back",
+        "await": f"Wait until {value} has arrived",
+    }[verb]

@@ -5,24 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
-from tests.report.browser import chromium, find_chromium
-from tests.report.chains import (
-    MIB,
-    deep_chain,
-    moving_schedule,
-    periodic_survey,
-    point_of,
-    recomputing_schedule,
-    small_chain,
-    store_all_schedule,
-)
+from tests.report.browser import ARTEFACTS, find_chromium, words
+from tests.report.chains import periodic_survey, small_chain
 
-from lowtide import Chain, simulate
-from lowtide.report.page import Measured, render
-from lowtide.report.survey import Curve, Plan, Survey
+from lowtide import Chain
+from lowtide.report.page import render
 from lowtide.report.timeline import spans
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
 
@@ -31,81 +20,11 @@ pytestmark = [
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (apt-get install chromium)"),
 ]
 
-ARTEFACTS = Path(__file__).parents[2] / "artefacts"
-BANDWIDTH = 4 * 10**9
-
-
-@pytest.fixture(scope="module")
-def started():
-    with chromium(find_chromium()) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(started):
-    yield started
-    started.close_tabs()
-
-
-def moving_page():
-    """Three plans of the small chain: recomputing, moving (the user's own), and plain training."""
-    chain = small_chain()
-    schedules = {
-        "recomputing": recomputing_schedule(),
-        "moving": moving_schedule(),
-        "store-all": store_all_schedule(4),
-    }
-    traces = {name: simulate(chain, schedule, bandwidth=BANDWIDTH) for name, schedule in schedules.items()}
-    budgets = {"recomputing": 80 * MIB, "moving": 100 * MIB, "store-all": 112 * MIB}
-    plans = {name: Plan(budgets[name], schedules[name], traces[name]) for name in schedules}
-    points = {
-        "recomputing": point_of(chain, "recomputing", schedules["recomputing"]),
-        "store-all": point_of(chain, "store-all", schedules["store-all"]),
-    }
-    curves = [Curve(name, point.peak_bytes, (point,), (), 0) for name, point in points.items()]
-    found = Survey(chain, BANDWIDTH, True, traces["store-all"], tuple(curves), tuple(plans.values()))
-    text = render(found, own=plans["moving"], measured=Measured(26e-3, 92 * MIB, "a small card", 20))
-    return text, plans
-
-
-@pytest.fixture(scope="module")
-def moving_file(tmp_path_factory):
-    text, plans = moving_page()
-    path = tmp_path_factory.mktemp("page") / "moving.html"
-    path.write_text(text)
-    return path, plans
-
-
-@pytest.fixture(scope="module")
-def deep_file(tmp_path_factory):
-    chain = deep_chain(339)
-    found = periodic_survey(chain)
-    path = tmp_path_factory.mktemp("page") / "deep.html"
-    path.write_text(render(found, memory_budget=found.plans[5].memory_budget))
-    return path, found
-
 
 def plot(tab, selector):
     """The left and right end of a chart's plot, and its middle height, in the window."""
     box = tab.box(selector)
     return box["x"] + 4.4 * 16, box["x"] + box["width"] - 0.75 * 16, box["y"] + box["height"] / 2
-
-
-def words(chain, span):
-    """An operation as the page names it."""
-    verb, *rest = span.step.operation.to_list()
-    name = chain.stage(span.step.operation.stage).name
-    if verb == "forward":
-        return f"Forward{' again' if span.step.repeated else ''} of {name}"
-    if verb == "backward":
-        return f"Backward of {name}"
-    value = {"a": f"the output of {name}", "abar": f"what {name} saved"}[rest[0]]
-    return {
-        "offload": f"Start copying {value} to the host",
-        "release": f"Let {value} go from the device",
-        "prefetch": f"Start copying {value} back",
-        "await": f"Wait until {value} has arrived",
-    }[verb]
 
 
 @pytest.mark.parametrize("page", ["moving", "deep"])
@@ -260,56 +179,6 @@ def test_the_budget_can_be_dragged_along_the_frontier(browser, deep_file):
     assert tab.text("#verdict-text").endswith("as fast as plain training.")
 
 
-def test_the_keyboard_reaches_every_operation(browser, moving_file):
-    path, plans = moving_file
-    tab = browser.open(path)
-    tab.evaluate("document.getElementById('memory-chart').focus()")
-    tab.press("Home", number=36)
-    all_spans = spans(plans["moving"].trace)
-    for index, span in enumerate(all_spans):
-        value = tab.evaluate("document.getElementById('memory-chart').getAttribute('aria-valuetext')")
-        expected = f"Operation {index + 1} of 12: {words(small_chain(), span)}, {format_bytes(span.step.peak_bytes)}"
-        assert value == expected
-        tab.press("ArrowRight", number=39)
-    tab.press("p", number=80, text="p")
-    assert f"operation {plans['moving'].trace.peak_index + 1} of" in tab.text("#operation-text")
-
-
-def test_everything_that_acts_can_be_reached_with_the_tab_key(browser, moving_file):
-    tab = browser.open(moving_file[0])
-    reached = set()
-    for _ in range(60):
-        tab.press("Tab", number=9)
-        if tab.evaluate("document.activeElement === document.body"):
-            break  # once around
-        assert tab.evaluate("document.activeElement.matches(':focus-visible')")
-        reached.add(tab.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-    wanted = {"theme", "budget", "memory-chart", "lanes-chart", "zoom-in", "filter", "recomputing", "stem", "Saved"}
-    assert wanted <= reached
-    acting = "document.querySelectorAll('button:not(:disabled), input, [tabindex], a').length"
-    assert tab.evaluate(acting) - 2 <= len(reached) + 1  # two are hidden; of the two radio buttons one is in the order
-
-
-def test_zooming_keeps_the_cursor_in_sight(browser, deep_file):
-    path, found = deep_file
-    tab = browser.open(path)
-    tab.evaluate("document.getElementById('memory-chart').focus()")
-    for _ in range(4):
-        tab.press("+", number=187, text="+")
-    ticks = tab.evaluate("[...document.querySelectorAll('#memory-chart .axis text')].map((label) => label.textContent)")
-    numbers = [int(tick) for tick in ticks if tick.isdigit()]
-    peak, count = found.plans[5].trace.peak_index, len(found.plans[5].trace.steps)
-    assert max(numbers) - min(numbers) <= count / 16
-    assert min(numbers) - count / 16 <= peak <= max(numbers) + count / 16
-    tab.press("Home", number=36)
-    assert "operation 1 of" in tab.text("#operation-text")
-    ticks = tab.evaluate("[...document.querySelectorAll('#memory-chart .axis text')].map((label) => label.textContent)")
-    assert "0" in ticks
-    tab.click("#zoom-all")
-    assert tab.evaluate("document.getElementById('zoom-out').disabled")
-    assert tab.complaints() == []
-
-
 def test_the_table_of_stages_sorts_and_finds(browser, deep_file):
     path, found = deep_file
     tab = browser.open(path)
@@ -329,16 +198,6 @@ def test_the_table_of_stages_sorts_and_finds(browser, deep_file):
     assert sorted(tab.evaluate(cells)) == sorted(name for name in names if "layer4.33" in name)
     runs = tab.evaluate("[...document.querySelectorAll('#stages tbody tr')].map((row) => row.cells[7].textContent)")
     assert set(runs) <= {"1×", "2×"}
-
-
-def test_the_reader_can_choose_light_or_dark(browser, moving_file):
-    tab = browser.open(moving_file[0], scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = tab.evaluate(ground)
-    tab.click("#theme")
-    assert tab.text("#theme") == "Light"
-    assert tab.evaluate(ground) != light
-    assert tab.evaluate(ground) == browser.open(moving_file[0], scheme="dark").evaluate(ground)
 
 
 def test_numbers_read_as_in_the_terminal(browser, moving_file):
@@ -379,56 +238,3 @@ def test_what_cannot_be_unpacked_is_said(browser, moving_file, tmp_path):
     tab.call("Page.navigate", url=path.as_uri())
     tab.wait("document.getElementById('failure')?.hidden === false")
     assert "This page cannot be drawn" in tab.text("#failure")
-
-
-CONTRASTS = """(() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const channels = (colour) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const luminance = (colour) => {
-    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-    const [r, g, b] = channels(colour).map((c) => linear(c / 255));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (node) => {
-    for (let at = node; at; at = at.parentElement) {
-      const colour = getComputedStyle(at).backgroundColor;
-      if (channels(colour)[3] === 255) return colour;
-    }
-    return "white";
-  };
-  const found = {};
-  for (const node of document.querySelectorAll("body *")) {
-    const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-    if (!says || !node.checkVisibility() || node.closest("script, :disabled, .tip, .skip, .hidden")) continue;
-    const style = getComputedStyle(node);
-    const both = [luminance(node.closest("svg") ? style.fill : style.color), luminance(ground(node))];
-    const [one, other] = both.sort((x, y) => x - y);
-    const name = `${node.tagName}.${node.getAttribute("class")}#${node.id}`;
-    found[name] = Math.min(found[name] ?? Infinity, (other + 0.05) / (one + 0.05));
-  }
-  return found;
-})()"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_from_its_ground(scheme, browser, moving_file):
-    tab = browser.open(moving_file[0], scheme=scheme)
-    contrasts = tab.evaluate(CONTRASTS)
-    assert len(contrasts) > 20
-    # WCAG 2, level AA, for text of any size.
-    assert {name: ratio for name, ratio in contrasts.items() if ratio < 4.5} == {}
-
-
-def test_text_twice_as_large_still_fits(browser, deep_file):
-    tab = browser.open(deep_file[0], width=1280)
-    tab.call("Page.setFontSizes", fontSizes={"standard": 32})  # as the browser's own setting does
-    tab.wait("document.querySelector('#memory-chart svg').getAttribute('height') === '640'")
-    assert tab.evaluate("document.documentElement.scrollWidth") == 1280
-    tab.resize(1280, tab.evaluate("document.documentElement.scrollHeight"))
-    tab.screenshot(ARTEFACTS / "report-deep-large-text.png")
-    assert tab.complaints() == []
