@@ -164,6 +164,18 @@ def test_moving_the_budget_changes_the_peak(browser, moving_file):
     assert tab.complaints() == []
 
 
+def test_a_point_of_the_frontier_names_its_strategy(browser, moving_file):
+    path, plans = moving_file
+    tab = browser.open(path)
+    tab.box("#frontier")
+    mark = tab.evaluate("document.querySelector('#frontier .mark').getBoundingClientRect().toJSON()")
+    tab.mouse("mouseMoved", mark["x"] + mark["width"] / 2, mark["y"] + mark["height"] / 2)
+    peak = format_bytes(plans["recomputing"].trace.peak_bytes)
+    assert tab.text("#frontier .tip") == f"recomputing: 20.0 ms from {peak} on"
+    tab.mouse("mouseMoved", mark["x"] + 60, mark["y"] - 60)
+    assert tab.evaluate("document.querySelector('#frontier .tip').hidden")
+
+
 def test_the_budget_can_be_dragged_along_the_frontier(browser, deep_file):
     path, found = deep_file
     tab = browser.open(path)

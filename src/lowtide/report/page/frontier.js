@@ -14,6 +14,9 @@ const MARKS = [
 ];
 const LINE_COLOURS = [3, 4, 6, 5, 2, 7, 1];
 
+// How close the pointer must be to a point to name it.
+const REACH_PIXELS = 9;
+
 class FrontierChart {
   constructor(state, choose) {
     this.state = state;
@@ -36,7 +39,8 @@ class FrontierChart {
       this.dragging = true;
       follow(event);
     });
-    area.addEventListener("pointermove", (event) => this.dragging && follow(event));
+    area.addEventListener("pointermove", (event) => (this.dragging ? follow(event) : this.hover(event)));
+    area.addEventListener("pointerleave", () => this.frame.hideTip());
     for (const name of ["pointerup", "pointercancel"]) area.addEventListener(name, () => (this.dragging = false));
   }
 
@@ -148,6 +152,22 @@ class FrontierChart {
     const words = data.own === state.index ? "your budget" : "budget";
     svg("text", { x: x + (anchor === "end" ? -6 : 6), y: frame.top - 0.35 * rem(), "text-anchor": anchor, class: "budget-label" },
       frame.svg, `${words} ${formatBytes(plan.budget)}`);
+  }
+
+  // Names the strategies whose point is under the pointer.
+  hover(event) {
+    const box = this.frame.svg.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const near = [];
+    for (const curve of this.state.data.curves) {
+      const [distance, point] = curve.points
+        .map((one) => [Math.hypot(this.x(one[0]) - x, this.y(one[1]) - y), one])
+        .reduce((best, one) => (one[0] < best[0] ? one : best), [REACH_PIXELS, null]);
+      if (point) near.push({ distance, text: `${curve.strategy}: ${formatSeconds(point[1])} from ${formatBytes(point[0])} on` });
+    }
+    near.sort((one, other) => one.distance - other.distance);
+    if (near.length) this.frame.showTip(near.slice(0, 4).map((one) => one.text), x, y + 12);
+    else this.frame.hideTip();
   }
 
   doublings() {
