@@ -25,6 +25,7 @@ from lowtide.runtime.capture_cuts import (
     possible_cuts,
     reason_against,
 )
+from lowtide.runtime.capture_units import settle
 from lowtide.runtime.capture_watch import NEVER, Call, Observation, watch
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample, without_cache
@@ -42,6 +43,7 @@ def capture(
     *,
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
+    closed: frozenset[str] = frozenset(),
 ) -> Split:
     """Find the stages of a model.
 
@@ -52,6 +54,7 @@ def capture(
             that is given a path and a module and says whether it is one. What comes before, between and after them is
             a stage too. None: the finest useful chain.
         loss: what the caller computes from the model's output, where it is known.
+        closed: paths of submodules that are not to be cut inside.
 
     Returns:
         The split; see `lowtide.runtime.split`.
@@ -70,10 +73,14 @@ def capture(
     with preserved(model):
         observation = watch(model, called.with_keywords(keywords), loss)
     _refuse_what_cannot_work(observation)
-    cuts = choose(observation, possible_cuts(observation)) if stages is None else _by_hand(model, observation, stages)
+    if stages is None:
+        cuts = choose(observation, possible_cuts(observation, closed))
+    else:
+        cuts = _by_hand(model, observation, stages)
+    cuts, units, trailing = settle(observation, cuts)
     if not cuts.chosen:
         raise CaptureError(_nothing_found(observation))
-    return _split(observation, cuts, keywords)
+    return _split(observation, cuts, units, trailing, keywords)
 
 
 def _refuse_what_cannot_work(observation: Observation) -> None:
@@ -145,11 +152,12 @@ def _inside(observation: Observation, call: Call, other: Call) -> bool:
     return other.entered < call.entered and call.left < other.left
 
 
-def _split(observation: Observation, cuts: Cuts, keywords: dict[str, Any]) -> Split:
+def _split(
+    observation: Observation, cuts: Cuts, units: list[Call], trailing: list[bool], keywords: dict[str, Any]
+) -> Split:
     """The stages between cuts."""
     ledger = Ledger(observation)
     positions = [cut.position for cut in cuts.chosen]
-    units = _units(observation, positions)
     bounds = list(zip([NEVER, *positions], [*positions, observation.end], strict=True))
     owners = _parameter_owners(observation, positions)
     digests = _Digests(observation)
@@ -163,7 +171,7 @@ def _split(observation: Observation, cuts: Cuts, keywords: dict[str, Any]) -> Sp
             StageSplit(
                 name if names[name] == 1 else f"{name} ({names[name]})",
                 tuple(Unit(call.path, call.occurrence) for call in calls),
-                trailing_glue=k < len(positions) and cuts.chosen[k].at_entry,
+                trailing_glue=k < len(trailing) and trailing[k],
                 kind=digests.of(start, end),
                 parameters=tuple(owners.get(k, ())),
             )
@@ -175,18 +183,6 @@ def _split(observation: Observation, cuts: Cuts, keywords: dict[str, Any]) -> Sp
         activation_bytes=ledger.total_bytes,
         largest_stage_bytes=max(ledger.saved_bytes(*pair) for pair in bounds),
     )
-
-
-def _units(observation: Observation, positions: list[int]) -> list[Call]:
-    """The outermost calls that contain no cut, in order."""
-    units: list[Call] = []
-    last_left = NEVER
-    for call in observation.calls:  # in the order in which they begin
-        contains = bisect.bisect_right(positions, call.left) > bisect.bisect_right(positions, call.entered)
-        if call.depth and not contains and call.entered > last_left:
-            units.append(call)
-            last_left = call.left
-    return units
 
 
 def _parameter_owners(observation: Observation, positions: list[int]) -> dict[int, list[str]]:

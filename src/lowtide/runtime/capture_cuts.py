@@ -34,6 +34,8 @@ _HELD_PRICE = 8
 _FREE_HELD_SHARE = 0.01
 # Stages whose bytes are together below this share are not worth a cut.
 _TINY_STAGE_SHARE = 1e-3
+# What a byte of an output that nothing saves costs beside a byte of a stage, in the sum of squares.
+_LOST_PRICE = 4
 # How many activations may pass together where a large stage cannot be cut otherwise: HRNet has four streams.
 _MOST_TOGETHER = 4
 # How many earlier cuts are tried as a stage's beginning, beyond the nearest possible one.
@@ -72,8 +74,6 @@ class Ledger:
         self.observation = observation
         made = [memory for memory in observation.memories if memory.role == "made"]
         self._saved = _Sums((m.made, m.num_bytes) for m in made if m.saved)
-        returned = {serial for call in observation.calls for serial in call.outputs}
-        self._worth = _Sums((m.made, m.num_bytes) for m in made if m.saved or m.serial in returned)
 
     @property
     def total_bytes(self) -> int:
@@ -84,9 +84,10 @@ class Ledger:
         """What is made from tick `start` on and before tick `end`, and saved at some time."""
         return self._saved.between(start, end)
 
-    def worth_bytes(self, start: int, end: int) -> int:
-        """The same with the outputs of submodules that are not saved: they are kept where a stage ends in them."""
-        return self._worth.between(start, end)
+    def lost_bytes(self, serials: Iterable[int]) -> int:
+        """What of some memory nothing saves: a stage that ends there keeps it, plain training does not."""
+        memories = self.observation.memories
+        return sum(memories[serial].num_bytes for serial in serials if not memories[serial].saved)
 
     def num_bytes(self, serials: Iterable[int]) -> int:
         """The bytes of some memory."""
@@ -113,10 +114,12 @@ class _Sums:
         return self._sums[bisect.bisect_left(self._ticks, end)] - self._sums[bisect.bisect_left(self._ticks, start)]
 
 
-def possible_cuts(observation: Observation) -> list[Cut]:
+def possible_cuts(observation: Observation, closed: frozenset[str] = frozenset()) -> list[Cut]:
     """All possible cuts, in order; of those with no operation between them the one that opens the fewest calls."""
     return [
-        cut for cut in nearest_cuts(observation, _boundaries(observation)) if reason_against(observation, cut) is None
+        cut
+        for cut in nearest_cuts(observation, _boundaries(observation, closed))
+        if reason_against(observation, cut) is None
     ]
 
 
@@ -132,10 +135,11 @@ def nearest_cuts(observation: Observation, boundaries: Sequence[tuple[int, int, 
     return _with_crossings(observation, [groups[place] for place in sorted(groups)])
 
 
-def _boundaries(observation: Observation) -> list[tuple[int, int, bool]]:
+def _boundaries(observation: Observation, closed: frozenset[str]) -> list[tuple[int, int, bool]]:
     found = []
     for call in observation.calls:
-        if call.depth == 0 or any(observation.calls[index].opaque for index in _around(observation, call.parent)):
+        around = [observation.calls[index] for index in _around(observation, call.parent)]
+        if not around or any(other.opaque or other.path in closed for other in around):
             continue
         found.append((call.entered, call.index, True))
         found.append((call.left + 1, call.index, False))
@@ -153,7 +157,8 @@ def _with_crossings(observation: Observation, boundaries: list[tuple[int, int, b
     made = sorted((m for m in observation.memories if m.role == "made"), key=lambda memory: memory.made)
     calls = sorted((call for call in observation.calls if call.depth), key=lambda call: call.left)
     alive: dict[int, int] = {}
-    cuts, next_made, next_call, last_entered = [], 0, 0, NEVER
+    cuts: list[Cut] = []
+    next_made, next_call, last_entered = 0, 0, NEVER
     for position, call, at_entry in boundaries:
         while next_made < len(made) and made[next_made].made < position:
             alive[made[next_made].serial] = made[next_made].last_read
@@ -166,6 +171,11 @@ def _with_crossings(observation: Observation, boundaries: list[tuple[int, int, b
         depth = observation.calls[call].depth
         cuts.append(Cut(position, call, at_entry, depth, frozenset(alive), last_entered))
     return [cut for cut in cuts if cut.last_unit_entered != NEVER]
+
+
+def cut_at(observation: Observation, position: int, call: int, *, at_entry: bool) -> Cut:
+    """The cut at one end of a call."""
+    return _with_crossings(observation, [(position, call, at_entry)])[0]
 
 
 def reason_against(observation: Observation, cut: Cut) -> str | None:
@@ -231,13 +241,16 @@ def _best_chain(
     memory.
 
     Squares, because many small stages give the solver the most to choose from; a constant for each stage keeps it from
-    making stages of nothing. Where several activations may pass together, their bytes count too: the narrowest place.
+    making stages of nothing, and so does a price for outputs that nothing saves. Where several activations may pass
+    together, their bytes count too: the narrowest place.
     """
     constant = (_TINY_STAGE_SHARE * max(1, ledger.total_bytes)) ** 2
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
     row = [left, *(cut for cut in inner if ledger.differentiable(cut.crossing - held) <= most_together), right]
     passing = [cut.crossing - held for cut in row]
-    price = [float(ledger.num_bytes(serials)) ** 2 if most_together > 1 else 0.0 for serials in passing]
+    price = [_LOST_PRICE * float(ledger.lost_bytes(serials)) ** 2 for serials in passing]
+    if most_together > 1:
+        price = [cost + float(ledger.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
     cost, before = [0.0], [NEVER]  # of the best chain that ends at each cut of the row
     for index in range(1, len(row)):
         best, previous, looked = float("inf"), NEVER, 0
@@ -245,7 +258,7 @@ def _best_chain(
             no_unit = row[index].last_unit_entered < row[candidate].position
             if no_unit or cost[candidate] == float("inf") or not passing[candidate].isdisjoint(passing[index]):
                 continue
-            stage_bytes = ledger.worth_bytes(row[candidate].position, row[index].position)
+            stage_bytes = ledger.saved_bytes(row[candidate].position, row[index].position)
             if cost[candidate] + float(stage_bytes) ** 2 < best:
                 best, previous = cost[candidate] + float(stage_bytes) ** 2, candidate
             looked += 1

@@ -45,6 +45,8 @@ class Meter:
 
     Args:
         device: `"cpu"`, `"cuda"`, `"cuda:1"` or a `torch.device`.
+        search: on the CPU, begin with all tensors that Python holds, which takes a while in a large program; without it
+            a tensor counts from its first use on.
 
     After the `with` block the figures are those of its end.
 
@@ -55,11 +57,11 @@ class Meter:
         4000
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, *, search: bool = True) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu and cuda")
-        self._account: _Account = _CudaAccount(self.device) if self.device.type == "cuda" else _CpuAccount()
+        self._account: _Account = _CudaAccount(self.device) if self.device.type == "cuda" else _CpuAccount(search)
         self._final: tuple[int, int] | None = None
         self.start_bytes = 0
         """Live bytes at the beginning of the `with` block."""
@@ -127,15 +129,16 @@ class _CpuAccount(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, search: bool) -> None:
         super().__init__()
+        self._search = search
         self._lock = threading.RLock()  # storages may die in any thread
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._live_bytes = 0
         self._peak_bytes = 0
 
     def open(self) -> None:
-        for tensor in _existing_tensors():
+        for tensor in _existing_tensors() if self._search else ():
             self._see(tensor)
         self.reset_peak()
         _watch_resize(self._resized)

@@ -129,6 +129,10 @@ class Recording:
             raise RuntimeError("nothing was recorded: call the model inside the with block")
         return self._forward.recorded[k]
 
+    def origin(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The stage that made a tensor of the model's result, and its number there; stage 0 is the caller."""
+        return None if self._forward is None else self._forward.ledger.find(tensor)
+
     def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         current = self._interception.current
         if current.session is not None:

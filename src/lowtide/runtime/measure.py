@@ -1,0 +1,230 @@
+"""What each stage of a model costs: `measure(model, sample) -> Chain`.
+
+Stages are run one after the other from their real inputs, each one's data freed before the next, so a model whose plain
+step does not fit can be measured. Stages of one kind (24 equal blocks) are measured once.
+
+| field | what is measured |
+| --- | --- |
+| `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
+| `output_bytes` | the storages of what the next stage reads, without what is held |
+| `saved_bytes` | what is more on the device after forward than before, the input being there in both |
+| `grad_bytes` | the gradients of these outputs |
+| `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves |
+| `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of input and weights |
+| `base_bytes` | all else: the batch, buffers, workspaces, held tensors and their gradients, what others have there |
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain, Stage
+from lowtide.errors import CaptureError
+from lowtide.runtime.capture import StageNames, capture
+from lowtide.runtime.measure_figures import Progress, StageFigures, measured_stages
+from lowtide.runtime.measure_stages import UnfaithfulStageError
+from lowtide.runtime.measure_time import paced
+from lowtide.runtime.measure_weights import (
+    Optimizer,
+    StageWeights,
+    existing_state_bytes,
+    optimizer_state_bytes,
+    stage_weights,
+)
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.preserve import preserved
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split
+
+# How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
+_MOST_ATTEMPTS = 8
+
+
+def measure(
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer = None,
+    name: str | None = None,
+    grads_resident: bool = False,
+    progress: Progress | None = None,
+) -> Chain:
+    """Measure what each stage of a model costs.
+
+    Args:
+        model: any module, on the CPU or a CUDA device; it is left as it was.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
+        stages: the stages by hand; see `lowtide.runtime.capture.capture`. None: the finest useful chain.
+        loss: what the training loop computes from the model's result; None: the loss in the result where there is one.
+        optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted.
+        name: of the chain; None: the model's class.
+        grads_resident: weight gradients exist from the start (accumulation over several steps).
+        progress: called with what is being done and the share done, 0 to 1.
+
+    Returns:
+        The chain; `provenance` says on what it was measured and how far the times spread.
+
+    Raises:
+        CaptureError: where no chain is found, or running it in stages would not give the same numbers.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        >>> measure(model, torch.zeros(2, 4)).num_stages
+        4
+    """
+    _, chain = capture_and_measure(
+        model,
+        sample,
+        stages=stages,
+        loss=loss,
+        optimizer=optimizer,
+        name=name,
+        grads_resident=grads_resident,
+        progress=progress,
+    )
+    return chain
+
+
+def capture_and_measure(
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> tuple[Split, Chain]:
+    """The split and the chain of a model; arguments as for `measure`.
+
+    Where a stage turns out to do something else when it runs again, the model is cut less finely there.
+    """
+    closed: frozenset[str] = frozenset()
+    for _ in range(_MOST_ATTEMPTS):
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed)
+        try:
+            return split, measure_split(model, split, sample, loss=loss, **options)
+        except UnfaithfulStageError as error:
+            opened = opened_around(split, error.stage)
+            if stages is not None or not opened - closed:
+                raise
+            closed |= opened
+    raise AssertionError("each attempt closes at least one module, and the last one has none open")
+
+
+def opened_around(split: Split, k: int) -> frozenset[str]:
+    """The paths of the modules whose own code is glue of stage k, without the model itself."""
+    paths = [unit.path for stage in split.stages[max(0, k - 2) : k + 1] for unit in stage.units]
+    prefixes = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 1)}
+    return frozenset(prefixes)
+
+
+def measure_split(
+    model: nn.Module,
+    split: Split,
+    sample: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer = None,
+    name: str | None = None,
+    grads_resident: bool = False,
+    progress: Progress | None = None,
+) -> Chain:
+    """Measure a model that has been captured; arguments as for `measure`."""
+    called = Sample.of(sample)
+    device = device_of(model, called)
+    state_bytes = optimizer_state_bytes(optimizer, model.parameters())  # before anything is run: it may refuse
+    gc.collect()
+    with Meter(device) as meter:
+        start_bytes = meter.live_bytes
+    with preserved(model), _no_autocast_cache():
+        figures, held_bytes = measured_stages(model, split, called, loss, device, progress)
+    gc.collect()  # recordings refer to themselves
+    kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
+    readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
+    weights, outside = stage_weights(model, split, readers, state_bytes)
+    there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
+    base_bytes = start_bytes - there_bytes + kept_bytes + held_bytes + outside.weight_grad_bytes
+    return Chain(
+        name or type(model).__name__,
+        tuple(_stages(split, figures, weights, grads_resident)),
+        input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
+        base_bytes=max(0, base_bytes + outside.optimizer_bytes),
+        grads_resident=grads_resident,
+        provenance=_provenance(model, called, split, figures, device),
+    )
+
+
+def device_of(model: nn.Module, sample: Sample) -> torch.device:
+    """Where a model runs; one device only."""
+    devices = {tensor.device for tensor in model.parameters()} or {tensor.device for tensor in sample.tensors()}
+    if len(devices) != 1:
+        raise CaptureError(
+            f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            "move it to one, model.to(device)"
+        )
+    return devices.pop()
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Each stage casts its own weights: a cache would keep the casts of stages whose data are let go."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _stages(
+    split: Split, figures: Sequence[StageFigures], weights: Sequence[StageWeights], grads_resident: bool
+) -> list[Stage]:
+    n = split.num_stages
+    seconds = paced([*(f.forward for f in figures), *(f.backward for f in reversed(figures))])
+    stages = []
+    for k, (entry, figure, weight) in enumerate(zip(split.stages, figures, weights, strict=True), start=1):
+        extra_bytes = max(0, figure.backward_peak_bytes - weight.weight_grad_bytes)
+        if grads_resident:  # each new gradient stands beside the old one until it is added to it
+            extra_bytes += figure.largest_weight_grad_bytes
+        stages.append(
+            Stage(
+                entry.name,
+                forward_seconds=seconds[k - 1],
+                backward_seconds=seconds[2 * n - k],
+                output_bytes=figure.output_bytes,
+                saved_bytes=figure.saved_bytes,
+                grad_bytes=figure.grad_bytes,
+                forward_extra_bytes=figure.forward_extra_bytes,
+                backward_extra_bytes=extra_bytes,
+                weight_bytes=weight.weight_bytes,
+                weight_grad_bytes=weight.weight_grad_bytes,
+                optimizer_bytes=weight.optimizer_bytes,
+            )
+        )
+    return stages
+
+
+def _provenance(
+    model: nn.Module, sample: Sample, split: Split, figures: Sequence[StageFigures], device: torch.device
+) -> dict[str, Any]:
+    on_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "sample": [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in sample.tensors()],
+        "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
+        "num_kinds": len({stage.kind for stage in split.stages}),
+        "held_bytes": split.held_bytes,
+        "spread_seconds": [[f.forward.spread_seconds, f.backward.spread_seconds] for f in figures],
+        "device_seconds": [[f.forward.seconds, f.backward.seconds] for f in figures],
+        "launch_seconds": [[f.forward.launch_seconds, f.backward.launch_seconds] for f in figures],
+    }

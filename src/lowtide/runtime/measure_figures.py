@@ -1,0 +1,238 @@
+"""The times and bytes of each stage of a recorded model, measured one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
+from lowtide.runtime.measure_time import NOTHING, Timing, timed
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What was measured of one stage.
+
+    Args:
+        output_bytes: the storages of what the next stage reads, or the caller after the last; held ones excepted.
+        saved_bytes: what a forward that saves all leaves on the device, held tensors excepted.
+        grad_bytes: the gradients of the outputs.
+        forward_extra_bytes: the peak of a forward beyond what it leaves.
+        backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its inputs.
+        largest_weight_grad_bytes: the largest gradient of one parameter.
+        parameters: the names of those that its backward reaches.
+        held: the origins of the held tensors whose gradients its backward adds to.
+        forward: time of a forward that saves all.
+        backward: time of the backward.
+    """
+
+    output_bytes: int
+    saved_bytes: int
+    grad_bytes: int
+    forward_extra_bytes: int
+    backward_peak_bytes: int
+    largest_weight_grad_bytes: int
+    parameters: tuple[str, ...]
+    held: tuple[tuple[int, int], ...]
+    forward: Timing
+    backward: Timing
+
+
+@dataclass(slots=True)
+class _Run:
+    """One forward of a stage: what it returned, and where its backward starts."""
+
+    outputs: list[torch.Tensor]
+    result: Any
+    starts: list[torch.Tensor]
+
+
+def measured_stages(
+    model: nn.Module,
+    split: Split,
+    sample: Sample,
+    loss: Callable[[Any], Any] | None,
+    device: torch.device,
+    progress: Progress | None,
+) -> tuple[list[StageFigures], int]:
+    """The figures of each stage, and the bytes held on top of the chain: tensors and their gradients."""
+    staged = StagedModel(model, split, sample, loss)
+    staged.record()
+    measurer = _Measurer(staged, device)
+    figures: list[StageFigures] = []
+    of_kind: dict[str, StageFigures] = {}
+    inputs = staged.first_inputs()
+    for k, stage in enumerate(split.stages, start=1):
+        if progress is not None:
+            progress(stage.name, (k - 1) / split.num_stages)
+        known = of_kind.get(stage.kind)
+        figure = measurer.measured(k, inputs) if known is None else measurer.like(known, k, inputs)
+        if stage.kind:
+            of_kind[stage.kind] = figure
+        figures.append(figure)
+        inputs = measurer.advance(k, inputs)
+    return figures, _held_bytes(staged, figures)
+
+
+class _Measurer:
+    def __init__(self, staged: StagedModel, device: torch.device) -> None:
+        self._staged = staged
+        self._device = device
+        self._names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
+
+    def measured(self, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
+        """Measure stage k from these inputs."""
+        leaves = self._staged.leaves(k, inputs)
+        figure = self._measured_bytes(k, leaves)
+        run = self._forward(k, leaves)
+        wanted = leaves_behind(run.starts)
+        seeds = [torch.ones_like(tensor) for tensor in run.starts]
+        del run
+        forward = timed(lambda: self._forward(k, leaves), None, self._device)
+        if not wanted:
+            return replace(figure, forward=forward)
+        kept: list[_Run] = []
+
+        def prepare() -> None:
+            kept.clear()
+            kept.append(self._forward(k, leaves))
+
+        backward = timed(lambda: _backward(kept[0], wanted, seeds), prepare, self._device)
+        return replace(figure, forward=forward, backward=backward)
+
+    def like(self, figure: StageFigures, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
+        """The figures of stage k, which is of the same kind as another: only whose parameters it reads is its own."""
+        with nothing_saved([]):
+            run = self._forward(k, self._staged.leaves(k, inputs))
+        parameters, held = self._reached(k, leaves_behind(run.starts))
+        return replace(figure, parameters=parameters, held=held)
+
+    def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
+        staged, saved = self._staged, list[Saved]()
+        with nothing_saved(saved):
+            outputs = staged.run(k, staged.leaves(k, inputs))
+            if k == staged.num_stages:
+                staged.check_target(staged.finish(outputs)[1])
+        staged.check_saved(k, saved)
+        return [tensor.detach() for tensor in outputs[: len(staged.stage(k).outputs)]]
+
+    def _forward(self, k: int, leaves: Sequence[torch.Tensor]) -> _Run:
+        outputs = self._staged.run(k, leaves, repeat_random=False)
+        if k < self._staged.num_stages:
+            return _Run(outputs, None, [tensor for tensor in outputs if tensor.requires_grad])
+        result, target = self._staged.finish(outputs)
+        return _Run(outputs, result, [tensor for tensor in target if tensor.requires_grad])
+
+    def _measured_bytes(self, k: int, leaves: Sequence[torch.Tensor]) -> StageFigures:
+        """All but the times."""
+        with Meter(self._device, search=False) as meter:
+            for _ in range(2):  # all that is made once and kept (workspaces, tables) is made by then, and seen
+                run = self._forward(k, leaves)
+                wanted = leaves_behind(run.starts)
+                _backward(run, wanted, [torch.ones_like(tensor) for tensor in run.starts])
+                del run
+            before_bytes = meter.live_bytes
+            meter.reset_peak()
+            run = self._forward(k, leaves)
+            after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
+            output_bytes, held_bytes = self._output_bytes(k, run)
+            seeds = [torch.ones_like(tensor) for tensor in run.starts]
+            stored_bytes = meter.live_bytes
+            meter.reset_peak()
+            grads = _backward(run, wanted, seeds)
+            backward_bytes = meter.peak_bytes - stored_bytes
+            parameters, held = self._reached(k, wanted)
+            input_ids = {id(leaf) for leaf in leaves}
+            input_grad_bytes = _num_bytes([g for leaf, g in zip(wanted, grads, strict=True) if id(leaf) in input_ids])
+            weight_grads = [g for leaf, g in zip(wanted, grads, strict=True) if id(leaf) in self._names]
+            largest_bytes = max((_num_bytes([grad]) for grad in weight_grads), default=0)
+            grad_bytes = self._grad_bytes(k, run)
+            del run, grads, weight_grads, seeds
+            saved_bytes = max(after_bytes - before_bytes - held_bytes, output_bytes)
+            extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
+            if k < self._staged.num_stages:  # the last stage's forward is always followed by its backward
+                dropped_bytes = self._dropped_peak_bytes(k, leaves, meter) - held_bytes - output_bytes
+                extra_bytes = max(extra_bytes, dropped_bytes)
+        return StageFigures(
+            output_bytes,
+            saved_bytes,
+            grad_bytes,
+            max(0, extra_bytes),
+            max(0, backward_bytes - input_grad_bytes),
+            largest_bytes,
+            parameters,
+            held,
+            NOTHING,
+            NOTHING,
+        )
+
+    def _dropped_peak_bytes(self, k: int, leaves: Sequence[torch.Tensor], meter: Meter) -> int:
+        """The peak of a forward that saves nothing, beyond its input."""
+        before_bytes = meter.live_bytes
+        meter.reset_peak()
+        with nothing_saved([]):
+            self._forward(k, leaves)
+        return meter.peak_bytes - before_bytes
+
+    def _output_bytes(self, k: int, run: _Run) -> tuple[int, int]:
+        """The bytes of the stage's outputs, and of those tensors of its own that are held."""
+        stage = self._staged.stage(k)
+        held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
+        held_storages = storages_of(held)
+        visible = [run.outputs[: len(stage.outputs)], run.starts if k == self._staged.num_stages else []]
+        outputs = {key: storage for key, storage in storages_of(visible).items() if key not in held_storages}
+        return _total(outputs.values()), _total(held_storages.values())
+
+    def _grad_bytes(self, k: int, run: _Run) -> int:
+        if k == self._staged.num_stages:
+            return _num_bytes(run.starts)
+        stage = self._staged.stage(k)
+        pairs = list(zip(run.outputs, stage.output_numbers, strict=True))[: len(stage.outputs)]
+        return _num_bytes([t for t, number in pairs if t.requires_grad and number not in stage.held_numbers])
+
+    def _reached(self, k: int, leaves: Sequence[torch.Tensor]) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+        """The parameters and the held tensors among the leaves of a stage's graph."""
+        stage = self._staged.stage(k)
+        origins = {id(t): origin for t, origin in zip(stage.held, stage.held_origins, strict=True)}
+        parameters = tuple(self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names)
+        held = {origins.get(id(leaf)) for leaf in leaves if id(leaf) not in self._names}
+        return parameters, tuple(sorted(origin for origin in held if origin is not None and origin[0] > 0))
+
+
+def _backward(
+    run: _Run, wanted: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    if not wanted:
+        return ()
+    return torch.autograd.grad(run.starts, wanted, seeds, allow_unused=True)
+
+
+def _num_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _total(storages: Any) -> int:
+    return sum(storage.nbytes() for storage in storages)
+
+
+def _held_bytes(staged: StagedModel, figures: Sequence[StageFigures]) -> int:
+    """Held tensors, and the most that their gradients take at once; a gradient lives from last reader to maker."""
+    total = _total(storages_of(list(staged.held.values())).values())
+    last_reader: dict[tuple[int, int], int] = {}
+    for k, figure in enumerate(figures, start=1):
+        last_reader.update(dict.fromkeys(figure.held, k))
+    most = 0
+    for k in range(1, staged.num_stages + 1):
+        present = [staged.held[origin] for origin, last in last_reader.items() if origin[0] <= k <= last]
+        most = max(most, _num_bytes(present))
+    return total + most

@@ -1,0 +1,275 @@
+"""A recorded forward whose stages are run one by one, each from its real input, without keeping the others' data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from lowtide.errors import CaptureError, ExecutionError
+from lowtide.runtime.containers import Held, Slot, build, template, tensors_of
+from lowtide.runtime.replay import RecordedStage, Recording
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split, StageSplit
+
+Saved = tuple[torch.Size, torch.dtype]  # the form of one tensor that autograd saves
+
+
+class UnfaithfulStageError(CaptureError):
+    """A stage that does something else when it runs again; `stage` counts from 1."""
+
+    def __init__(self, message: str, *, stage: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class StagedModel:
+    """One forward of a model, recorded; its stages can be run again in order.
+
+    Nothing that autograd saves is kept while recording, so a model whose plain step does not fit can be recorded. Where
+    backward needs it all the same, the stage is run again.
+
+    Args:
+        model: the model.
+        split: its stages.
+        sample: what to call it with.
+        loss: what the caller computes from its result; it becomes part of the last stage.
+    """
+
+    def __init__(
+        self, model: nn.Module, split: Split, sample: Sample, loss: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.model = model
+        self.split = split
+        self.num_stages = split.num_stages
+        self._sample = sample.with_keywords(split.call_keywords)
+        self._loss = loss
+        self._stage = 1
+        self._saved: list[list[Saved]] = [[] for _ in range(self.num_stages + 1)]
+        self._generators: list[_Generators] = []
+        self._buffers = [_buffers_of(model, stage) for stage in split.stages]
+        self._inputs: list[list[torch.Tensor]] = []
+        self._saved_again: dict[int, list[torch.Tensor]] = {}
+        self.held: dict[tuple[int, int], torch.Tensor] = {}
+        """The tensors held for the whole chain, by the stage that made them and their number there."""
+
+    def record(self) -> list[torch.Tensor]:
+        """Run the model; returns where backward starts, with its graph."""
+        recording = Recording(self.model, self.split, on_stage=self._begin)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with recording:
+                result = self._sample.call(self.model)
+            target = self.target(result)
+        self._recording = recording
+        self.first_target = [tensor.detach() for tensor in target]
+        self._result = self._template(recording, result)
+        for k in range(1, self.num_stages + 1):
+            recorded = recording.stage(k)
+            if recorded.refusal is not None:
+                raise UnfaithfulStageError(recorded.refusal, stage=k)
+            for origin, tensor in zip(recorded.held_origins, recorded.held, strict=True):
+                if origin is not None and origin[0] > 0:
+                    self.held[origin] = tensor
+        return target
+
+    def _begin(self, k: int) -> None:
+        self._stage = min(k, self.num_stages)
+        if k <= self.num_stages:
+            self._generators.append(_Generators())
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[int, int]:
+        self._saved[self._stage].append((tensor.shape, tensor.dtype))
+        return self._stage, len(self._saved[self._stage]) - 1
+
+    def _unpack(self, place: tuple[int, int]) -> torch.Tensor:
+        k, index = place
+        if k not in self._saved_again:
+            self._saved_again[k] = self._run_for_backward(k)
+        return self._saved_again[k][index]
+
+    def _run_for_backward(self, k: int) -> list[torch.Tensor]:
+        """What stage k saves when it runs again."""
+        while len(self._inputs) < k:
+            done = len(self._inputs)
+            previous = self.run(done, self.leaves(done, self._inputs[-1])) if done else self.first_inputs()
+            count = len(self.stage(done + 1).inputs)
+            self._inputs.append([tensor.detach() for tensor in previous[:count]])
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
+            outputs = self.run(k, self.leaves(k, self._inputs[k - 1]))
+            if k == self.num_stages:
+                self.finish(outputs)
+        self.check_saved(k, [(tensor.shape, tensor.dtype) for tensor in saved])
+        return saved
+
+    def _template(self, recording: Recording, result: Any) -> Any:
+        numbers = recording.stage(self.num_stages).output_numbers
+
+        def encode(tensor: torch.Tensor) -> Slot | Held:
+            origin = recording.origin(tensor)
+            if origin is not None and origin[0] == self.num_stages:
+                return Slot(numbers.index(origin[1]))
+            value = tensor.detach().requires_grad_(tensor.requires_grad)
+            if origin is not None and origin[0] > 0:
+                self.held[origin] = value
+            return Held(value, origin)
+
+        return template(result, encode)
+
+    def stage(self, k: int) -> RecordedStage:
+        """Stage k, counted from 1."""
+        return self._recording.stage(k)
+
+    def first_inputs(self) -> list[torch.Tensor]:
+        """The caller's tensors that stage 1 reads."""
+        given = tensors_of((self._sample.args, self._sample.kwargs))
+        return [given[number] for number in self.stage(1).input_numbers]
+
+    def leaves(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs of stage k cut off from what made them, asking for gradients where they had them."""
+        forms = self.stage(k).inputs
+        return [tensor.detach().requires_grad_(f.requires_grad) for tensor, f in zip(inputs, forms, strict=True)]
+
+    def run(self, k: int, inputs: Sequence[torch.Tensor], *, repeat_random: bool = True) -> list[torch.Tensor]:
+        """Run stage k; the result as in `RecordedStage.output_numbers`.
+
+        With `repeat_random` it finds generators and buffers as the first run did, and gives the same numbers.
+        """
+        if repeat_random:
+            self._generators[k - 1].restore()
+            for buffer, value in self._buffers[k - 1]:
+                buffer.data.copy_(value)
+        try:
+            with torch.enable_grad():
+                return self.stage(k).run_all(inputs)
+        except ExecutionError as error:
+            raise UnfaithfulStageError(str(error), stage=k) from error
+
+    def finish(self, outputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+        """What the caller makes of the last stage's outputs: the model's result, and where backward starts."""
+        result = build(self._result, outputs)
+        with torch.enable_grad():
+            return result, self.target(result)
+
+    def target(self, result: Any) -> list[torch.Tensor]:
+        """Where backward starts: the given loss, else the loss in the model's result, else all of the result."""
+        if self._loss is not None:
+            return [_the_loss(self._loss(result))]
+        found = _loss_in(result)
+        return [found] if found is not None else [t for t in tensors_of(result) if t.requires_grad]
+
+    def check_saved(self, k: int, saved: list[Saved]) -> None:
+        """Refuse a stage that saved something else when it ran again."""
+        if saved == self._saved[k]:
+            return
+        name = self.split.stages[k - 1].name
+        raise UnfaithfulStageError(
+            f"stage {name!r} saved {len(saved)} tensors when it ran again and {len(self._saved[k])} the first time, or "
+            "others: some of its work goes past torch's functions; name coarser stages by hand (stages=...)",
+            stage=k,
+        )
+
+    def check_target(self, target: Sequence[torch.Tensor]) -> None:
+        """Refuse stages that together give another result than the model did."""
+        for first, again in zip(self.first_target, target, strict=True):
+            # the same kernels on the same numbers: equal but for sums whose order is left open
+            tolerance = 64 * torch.finfo(first.dtype).eps
+            if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
+                raise CaptureError(
+                    "running the stages one after the other gives another result than the model itself; "
+                    "name coarser stages by hand (stages=...)"
+                )
+
+
+@contextmanager
+def nothing_saved(saved: list[Saved]) -> Iterator[None]:
+    """Let go of everything that autograd saves in the block, and list it."""
+
+    def pack(tensor: torch.Tensor) -> None:
+        saved.append((tensor.shape, tensor.dtype))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _cannot_unpack):
+        yield
+
+
+def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaf tensors that a backward from these tensors would reach, each once."""
+    found: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        variable = getattr(node, "variable", None)  # AccumulateGrad's
+        if variable is not None:
+            found[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return list(found.values())
+
+
+def _buffers_of(model: nn.Module, stage: StageSplit) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The buffers of a stage's units and their values."""
+    modules = [model.get_submodule(unit.path) for unit in stage.units]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+
+class _Generators:
+    """The states of the default generators at one moment."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state() if on_cuda else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _cannot_unpack(_: Any) -> torch.Tensor:
+    raise CaptureError("the model's forward runs a backward of its own; that cannot be measured in stages")
+
+
+def _the_loss(value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        raise CaptureError(f"loss= returned {type(value).__name__}; it must return a tensor from which gradients flow")
+    return value
+
+
+def _loss_in(result: Any) -> torch.Tensor | None:
+    """The loss that a model returns: what is named so, or a number in first place."""
+    candidate = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
+    if candidate is None and isinstance(result, tuple | list) and result:
+        candidate = result[0]
+    if candidate is None:
+        candidate = result
+    right = isinstance(candidate, torch.Tensor) and candidate.dim() == 0 and candidate.requires_grad
+    return candidate if right else None
+
+
+def storages_of(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of all tensors in nested containers, each once."""
+    tensors = (tensor for tensor in tree_iter(values) if isinstance(tensor, torch.Tensor))
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.layout is torch.strided}
+
+
+def storage_bytes(values: Any) -> int:
+    """The bytes of these storages."""
+    return sum(storage.nbytes() for storage in storages_of(values).values())

@@ -1,0 +1,110 @@
+"""How long something takes, on the CPU by the wall clock, on CUDA by events."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# How often a computation is timed: at least, and as long as it has not taken `_ENOUGH_SECONDS` together, at most.
+_FEWEST_RUNS = 3
+_MOST_RUNS = 9
+_ENOUGH_SECONDS = 0.2
+
+# `torch.cuda._sleep` counts cycles of the device; 2 GHz is above the clock of every current one, so that the sleep is
+# never shorter than asked.
+_CYCLES_PER_SECOND = 2_000_000_000
+
+# How far the launches must be ahead of the device for its own time to be seen.
+_LEAD = 1.5
+
+_ROUNDS = 3  # of a step in `paced`: from the second on the lead of the launching thread has settled
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One computation's time: the median of several runs, and how far they lie apart.
+
+    Args:
+        seconds: on the device.
+        spread_seconds: the slowest run less the fastest.
+        launch_seconds: how long the calling thread takes to hand the work to the device; 0 on the CPU.
+        num_runs: how often it was timed.
+    """
+
+    seconds: float
+    spread_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    num_runs: int = 0
+
+
+NOTHING = Timing(0.0)
+
+
+def timed(computation: Callable[[], object], prepare: Callable[[], object] | None, device: torch.device) -> Timing:
+    """Time a computation that has run before.
+
+    Args:
+        computation: what is timed.
+        prepare: what must be done before each run, outside of the time; None: nothing.
+        device: where it runs.
+    """
+    run = _run_on_cuda if device.type == "cuda" else _run_on_cpu
+    seconds: list[float] = []
+    launches: list[float] = []
+    while len(seconds) < _FEWEST_RUNS or (sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MOST_RUNS):
+        if prepare is not None:
+            prepare()
+        on_device, launch = run(computation, min(launches, default=0.0))
+        seconds.append(on_device)
+        launches.append(launch)
+    if device.type == "cuda":
+        seconds = seconds[1:]  # the first had no lead
+    return Timing(statistics.median(seconds), max(seconds) - min(seconds), min(launches), len(seconds))
+
+
+def _run_on_cpu(computation: Callable[[], object], _: float) -> tuple[float, float]:
+    begin = time.perf_counter()
+    kept = computation()
+    seconds = time.perf_counter() - begin
+    del kept  # letting it go is not part of the computation
+    return seconds, 0.0
+
+
+def _run_on_cuda(computation: Callable[[], object], launch_seconds: float) -> tuple[float, float]:
+    """The time on the device with the launches ahead of it, as they are within a step; and that of the launches."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    if launch_seconds:
+        torch.cuda._sleep(int(_LEAD * launch_seconds * _CYCLES_PER_SECOND))
+    start.record()
+    begin = time.perf_counter()
+    kept = computation()
+    launch = time.perf_counter() - begin
+    end.record()
+    torch.cuda.synchronize()
+    del kept
+    return start.elapsed_time(end) / 1e3, launch
+
+
+def paced(timings: Sequence[Timing]) -> list[float]:
+    """The seconds that each computation adds to a step that runs them in this order, again and again.
+
+    The device can begin a computation only when it has been launched. Where launching takes longer than computing
+    (small kernels), the step goes at the pace of the launching thread; its lead from longer computations is used up
+    first.
+    """
+    launched, computed = 0.0, 0.0
+    added: list[float] = []
+    for _ in range(_ROUNDS):
+        added = []
+        for timing in timings:
+            begin = launched
+            launched += timing.launch_seconds
+            end = max(max(computed, begin) + timing.seconds, launched)
+            added.append(end - computed)
+            computed = end
+    return added
