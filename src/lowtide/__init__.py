@@ -35,6 +35,7 @@ from lowtide.trace import Trace
 if TYPE_CHECKING:
     from lowtide.runtime.attach import attach
     from lowtide.runtime.executor import is_recomputing
+    from lowtide.runtime.measure import measure
     from lowtide.runtime.plan import Plan
 
 # What imports torch is imported when it is first used.
@@ -42,6 +43,7 @@ _LAZY = {
     "Plan": "lowtide.runtime.plan",
     "attach": "lowtide.runtime.attach",
     "is_recomputing": "lowtide.runtime.executor",
+    "measure": "lowtide.runtime.measure",
 }
 
 __version__ = "0.1.0"
@@ -77,6 +79,7 @@ __all__ = [
     "attach",
     "compare",
     "is_recomputing",
+    "measure",
     "select",
     "simulate",
     "solve",

@@ -23,14 +23,10 @@ def share_of_largest(split: Split) -> float:
 def test_a_sequence_of_modules_becomes_a_chain() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.Tanh())
     split = capture(model, torch.randn(4, 8))
-    assert paths(split) == [["0"], ["1.0"], ["1.1"], ["2"]]
+    # what Linear returns is saved by nobody: a stage that ended there would keep it for nothing
+    assert paths(split) == [["0", "1.0"], ["1.1", "2"]]
     assert split.held_bytes == 0
-    assert [stage.parameters for stage in split.stages] == [
-        ("0.weight", "0.bias"),
-        (),
-        ("1.1.weight", "1.1.bias"),
-        (),
-    ]
+    assert [stage.parameters for stage in split.stages] == [("0.weight", "0.bias"), ("1.1.weight", "1.1.bias")]
 
 
 def test_an_in_place_operation_stays_with_what_it_changes() -> None:
@@ -108,7 +104,7 @@ def test_two_streams_pass_together() -> None:
 def test_frozen_layers_and_low_rank_additions() -> None:
     model = nn.Sequential(*(layer for _ in range(4) for layer in (awkward.LowRank(), nn.Tanh())))
     split = capture(model, torch.randn(4, awkward.WIDTH))
-    assert split.num_stages >= 7
+    assert split.num_stages == 4
 
 
 def test_a_keyword_sample() -> None:

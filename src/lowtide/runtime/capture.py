@@ -66,7 +66,7 @@ def capture(
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
         >>> [stage.name for stage in capture(model, torch.zeros(2, 4)).stages]
-        ['0', '1', '2', '3']
+        ['0..1', '2..3']
     """
     called = Sample.of(sample)
     keywords = without_cache(model, called)

@@ -79,7 +79,7 @@ def measure(
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
         >>> measure(model, torch.zeros(2, 4)).num_stages
-        4
+        2
     """
     _, chain = capture_and_measure(
         model,

@@ -143,7 +143,10 @@ class _Measurer:
                 del run
             before_bytes = meter.live_bytes
             meter.reset_peak()
-            run = self._forward(k, leaves)
+            with torch.autograd.graph.saved_tensors_hooks(meter.see, _as_it_is):  # what compiled code saves is seen so
+                run = self._forward(k, leaves)
+            for tensor in run.outputs:
+                meter.see(tensor)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = self._output_bytes(k, run)
             seeds = [torch.ones_like(tensor) for tensor in run.starts]
@@ -215,6 +218,10 @@ def _backward(
     if not wanted:
         return ()
     return torch.autograd.grad(run.starts, wanted, seeds, allow_unused=True)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor | None]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,8 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     """What such an optimizer keeps for each element and for each parameter, found by one step of a tiny one."""
     trial = nn.Parameter(torch.zeros(8, 16, dtype=like.dtype, device=like.device))
     trial.grad = torch.ones_like(trial)
-    settings = {name: value for name, value in group.items() if name in optimizer.defaults}
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
     try:
         tiny = type(optimizer)([trial], **settings)
         tiny.step()

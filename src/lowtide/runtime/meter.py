@@ -2,7 +2,8 @@
 
 On CUDA the figures are the caching allocator's own. On the CPU there is no such allocator: there every operation is
 watched, each storage is counted once from the moment it is made until the last tensor, saved or not, lets it go, and
-the figures are the same to the byte in each run. What a kernel takes and gives back inside itself is not seen there.
+the figures are the same to the byte in each run. What a kernel, or compiled code, takes and gives back inside itself is
+not seen there.
 
     with Meter("cpu") as meter:
         loss(model(x), y).backward()
@@ -38,6 +39,7 @@ class _Account(Protocol):
     def live_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
+    def see(self, tensor: torch.Tensor) -> None: ...
 
 
 class Meter:
@@ -92,6 +94,11 @@ class Meter:
         """Let the peak start again from what is live now."""
         self._account.reset_peak()
 
+    def see(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that no operation has shown, such as one that compiled code made. Returns the tensor."""
+        self._account.see(tensor)
+        return tensor
+
 
 class _CudaAccount:
     """The allocator keeps one peak for all: each reset first hands it to every open meter of the device."""
@@ -123,11 +130,19 @@ class _CudaAccount:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._seen_bytes = self.live_bytes()
 
+    def see(self, tensor: torch.Tensor) -> None:
+        """The allocator knows it."""
+
 
 class _CpuAccount(TorchDispatchMode):
     """Counts every storage that an operation of this thread shows, until the storage dies."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code goes on running compiled; else a code that has once run under a meter would never again."""
+        return True
 
     def __init__(self, search: bool) -> None:
         super().__init__()
@@ -139,7 +154,7 @@ class _CpuAccount(TorchDispatchMode):
 
     def open(self) -> None:
         for tensor in _existing_tensors() if self._search else ():
-            self._see(tensor)
+            self.see(tensor)
         self.reset_peak()
         _watch_resize(self._resized)
         super().__enter__()
@@ -164,10 +179,10 @@ class _CpuAccount(TorchDispatchMode):
         out = func(*args, **kwargs)
         for value in tree_iter((args, kwargs, out)):  # arguments too: from_numpy and other threads show up only here
             if isinstance(value, torch.Tensor):
-                self._see(value)
+                self.see(value)
         return out
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or _has_no_memory(tensor):
             return
         self._count(tensor.untyped_storage())

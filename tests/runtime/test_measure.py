@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime import awkward
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import CaptureError, Chain
+from lowtide.runtime.measure import capture_and_measure, measure
+from lowtide.runtime.measure_stages import StagedModel
+from lowtide.runtime.measure_time import Timing, paced
+from lowtide.runtime.measure_weights import OPTIMIZER_KINDS, optimizer_state_bytes
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split, StageSplit, Unit
+
+
+@pytest.fixture(autouse=True)
+def _few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are not looked at here."""
+    monkeypatch.setattr("lowtide.runtime.measure_time._FEWEST_RUNS", 1)
+    monkeypatch.setattr("lowtide.runtime.measure_time._MOST_RUNS", 1)
+
+
+def deep(num_layers: int = 8, width: int = 64) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def store_all_peak(chain: Chain) -> int:
+    return lowtide.solve(chain, memory_budget="1TiB", strategy="store-all").peak_bytes
+
+
+def plain_peak(model: nn.Module, sample: Any, loss: Callable[[Any], Any] | None = None) -> int:
+    called = Sample.of(sample)
+    whole = Split((StageSplit("all", (Unit(""),)),))
+    target_of = StagedModel(model, whole, called, loss).target
+    with Meter("cpu") as meter:
+        result = called.call(model)
+        target = target_of(result)
+        torch.autograd.backward(target, [torch.ones_like(tensor) for tensor in target])
+    model.zero_grad()
+    return meter.peak_bytes
+
+
+def test_the_fields_of_a_chain_of_linear_layers() -> None:
+    model, x = deep(), torch.randn(32, 64)
+    chain = measure(model, x, optimizer="adam")
+    activation, weight = 32 * 64 * 4, (64 * 64 + 64) * 4
+    assert chain.num_stages == 8
+    for stage in chain.stages:
+        assert stage.output_bytes == stage.saved_bytes == stage.grad_bytes == activation
+        assert (stage.weight_bytes, stage.weight_grad_bytes, stage.optimizer_bytes) == (weight, weight, 2 * weight)
+        assert stage.forward_seconds > 0
+        assert stage.backward_seconds > 0
+    assert chain.input_bytes == 0
+    assert chain.input_grad_bytes == 0
+    assert chain.base_bytes >= activation  # the batch
+    assert chain.provenance["torch"] == torch.__version__
+    assert len(chain.provenance["spread_seconds"]) == 8
+    assert Chain.from_dict(chain.to_dict()) == chain
+
+
+def test_bytes_are_the_same_in_each_measurement() -> None:
+    model, x = awkward.Transformerlike(), torch.randn(4, 6, 8)
+
+    def sizes() -> list[tuple[int, ...]]:
+        return [
+            (s.output_bytes, s.saved_bytes, s.grad_bytes, s.forward_extra_bytes, s.backward_extra_bytes)
+            for s in measure(model, x).stages
+        ]
+
+    assert sizes() == sizes()
+
+
+EXACT = {
+    "linear": lambda: (deep(), torch.randn(32, 64)),
+    "transformer": lambda: (awkward.Transformerlike(), torch.randn(16, 16, 8)),
+    "auxiliary": lambda: (awkward.Auxiliary(), torch.randn(16, 16, 16)),
+}
+NEAR = {
+    "in place": lambda: (awkward.InplaceResnet(), torch.randn(4, 3, 32, 32)),
+    "dense": lambda: (awkward.Dense(6), torch.randn(4, 3, 16, 16)),
+    "encoder-decoder": lambda: (awkward.EncoderDecoder(), (torch.randn(16, 16, 8), torch.randn(16, 16, 8))),
+    "tied": lambda: (awkward.Tied(), torch.randint(0, 11, (32, 32))),
+    "two streams": lambda: (awkward.TwoStreams(), torch.randn(256, 8)),
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *NEAR])
+def test_the_predicted_peak_of_store_all_holds(name: str) -> None:
+    torch.manual_seed(0)
+    model, sample = (EXACT | NEAR)[name]()
+    predicted = store_all_peak(measure(model, sample))
+    measured = plain_peak(model, sample)
+    if name in EXACT:
+        assert predicted == measured
+    else:
+        assert measured <= predicted <= 1.12 * measured
+
+
+def test_measuring_takes_far_less_memory_than_a_plain_step() -> None:
+    model, x = deep(24, 64), torch.randn(512, 64)
+    plain = plain_peak(model, x)
+    with Meter("cpu") as meter:
+        measure(model, x)
+    assert meter.peak_bytes - meter.start_bytes < 0.4 * (plain - meter.start_bytes)
+
+
+def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = awkward.Transformerlike(6), torch.randn(4, 6, 8)
+    calls: list[Any] = []
+    plain = lowtide.runtime.measure_figures.timed
+    monkeypatch.setattr("lowtide.runtime.measure_figures.timed", lambda *args: calls.append(args) or plain(*args))
+    chain = measure(model, x)
+    assert chain.num_stages >= 12
+    assert len(calls) <= 2 * 5
+    halves = {stage.saved_bytes for stage in chain.stages if ".norm1.." in stage.name}
+    assert len(halves) == 1
+
+
+def test_nothing_is_left_behind() -> None:
+    model = nn.Sequential(awkward.InplaceResnet(), nn.Dropout(0.5), nn.Linear(4, 4))
+    x = torch.randn(2, 3, 8, 8)
+    model(x).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    grads = {name: (p.grad, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None}
+    state, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    gc.collect()
+    with Meter("cpu") as meter:
+        live = meter.live_bytes
+    measure(model, x)
+    with Meter("cpu") as meter:
+        assert meter.live_bytes == live
+    assert torch.equal(state, torch.get_rng_state())
+    assert modes == [module.training for module in model.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is grads[name][0]
+        assert torch.equal(parameter.grad, grads[name][1])
+
+
+def test_tied_weights_count_once_and_their_gradient_where_it_is_made() -> None:
+    model = awkward.Tied()
+    chain = measure(model, torch.randint(0, 11, (2, 5)), optimizer="sgd-momentum")
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(stage.weight_bytes for stage in chain.stages) == num_bytes
+    assert sum(stage.weight_grad_bytes for stage in chain.stages) == num_bytes
+    assert sum(stage.optimizer_bytes for stage in chain.stages) == num_bytes
+    table = model.embed.weight.numel() * 4
+    assert chain.stages[0].weight_bytes >= table
+    assert chain.stages[-1].weight_grad_bytes >= table
+
+
+def test_a_frozen_prefix_has_no_backward() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3))
+    model[0].requires_grad_(False)
+    chain = measure(model, torch.randn(2, 3, 16, 16), stages=["*"])
+    assert chain.stages[0].backward_seconds == 0
+    assert chain.stages[0].grad_bytes == 0
+    assert chain.stages[0].weight_grad_bytes == 0
+    assert chain.stages[0].weight_bytes > 0
+    assert chain.stages[-1].backward_seconds > 0
+
+
+def test_gradients_of_the_input() -> None:
+    x = torch.randn(32, 64, requires_grad=True)
+    assert measure(deep(), x).input_grad_bytes == 32 * 64 * 4
+
+
+def test_the_loss_is_part_of_the_last_stage() -> None:
+    def loss(output: Tensor) -> Tensor:
+        return output.exp().sum()
+
+    model, x = deep(), torch.randn(32, 64)
+    without, chain = measure(model, x), measure(model, x, loss=loss)
+    assert chain.stages[-1].saved_bytes == without.stages[-1].saved_bytes + 32 * 64 * 4 + 4
+    assert chain.stages[-1].grad_bytes == 4
+    measured = plain_peak(model, x, loss)
+    assert measured <= store_all_peak(chain) <= 1.05 * measured
+    with pytest.raises(CaptureError, match="gradient"):
+        measure(model, x, loss=lambda output: 1.0)
+
+
+def test_autocast_is_measured_as_it_runs() -> None:
+    model, x = deep(), torch.randn(32, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        chain = measure(model, x)
+        assert torch.is_autocast_cache_enabled()
+    assert chain.stages[3].output_bytes == 32 * 64 * 2
+
+
+def test_compiled_blocks_are_measured_as_they_run() -> None:
+    runs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def call(*args: Tensor) -> Any:
+            runs.append(1)
+            return graph(*args)
+
+        return call
+
+    model = awkward.Transformerlike(3)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    chain = measure(model, torch.randn(4, 6, 8))
+    assert any(stage.name == "blocks.1" for stage in chain.stages)
+    assert len(runs) > 6
+    runs.clear()
+    model(torch.randn(4, 6, 8))
+    assert len(runs) == 3  # it is still compiled
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+class _PastTorch(nn.Module):
+    """Glue that torch's functions do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = awkward.Mlp(), awkward.Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(_Doubled.apply(self.first(x)))
+
+
+def test_a_module_whose_glue_cannot_be_repeated_is_not_opened() -> None:
+    model = nn.Sequential(nn.Linear(8, awkward.WIDTH), _PastTorch(), nn.Tanh(), awkward.Residual(), awkward.Residual())
+    split, chain = capture_and_measure(model, torch.randn(4, 8))
+    assert Unit("1") in split.units
+    assert chain.num_stages == split.num_stages
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "nadam"])
+def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
+    classes = {"sgd": "SGD", "sgd-momentum": "SGD", "adamw": "AdamW", "rmsprop": "RMSprop", "nadam": "NAdam"}
+    options = {"lr": 0.1, "momentum": 0.9} if kind == "sgd-momentum" else {"lr": 0.1}
+    parameter = nn.Parameter(torch.zeros(100, 10))
+    optimizer = getattr(torch.optim, classes.get(kind, kind.capitalize()))([parameter], **options)
+    expected = OPTIMIZER_KINDS[kind] * 4000
+    before = optimizer_state_bytes(optimizer, [parameter])[id(parameter)]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = optimizer_state_bytes(optimizer, [parameter])[id(parameter)]
+    assert before == after
+    assert expected <= after <= expected + 16  # a step count, and in NAdam a product of momenta
+    assert optimizer_state_bytes(kind, [parameter])[id(parameter)] == expected
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(CaptureError, match="sgd-momentum"):
+        measure(deep(), torch.randn(4, 64), optimizer="magic")
+
+
+def test_the_pace_is_that_of_the_slower_of_launching_and_computing() -> None:
+    busy = [Timing(2.0, launch_seconds=1.0)] * 4
+    assert paced(busy) == pytest.approx([2.0] * 4)
+    starved = [Timing(1.0, launch_seconds=3.0)] * 4
+    assert paced(starved) == pytest.approx([3.0] * 4)
+    # the lead gained in a long computation is used up by later launches
+    mixed = [Timing(4.0, launch_seconds=1.0), Timing(0.0, launch_seconds=2.0)]
+    assert sum(paced(mixed)) == pytest.approx(4.0)
+
+
+def test_import_does_not_import_torch() -> None:
+    code = "import sys, lowtide; assert 'torch' not in sys.modules; lowtide.measure; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
