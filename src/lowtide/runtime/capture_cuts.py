@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from lowtide.runtime.capture_watch import NEVER, Observation
 
-# Held tensors may take this share of what the forward saves: what T5, BART, DeBERTa and DenseNet need is below 6 %.
-LARGEST_HELD_SHARE = 0.06
+# Held tensors may take this share of what the forward saves; T5, BART, DeBERTa and DenseNet need less.
+LARGEST_HELD_SHARE = 0.05
 # And this share of the stage that is cut by holding them.
 _LARGEST_LOCAL_SHARE = 0.10
 # A stage below this share of the bytes is fine enough; nothing is held for the sake of cutting it further.
-_SMALL_STAGE_SHARE = 0.05
+_SMALL_STAGE_SHARE = 0.10
 # A held byte must buy this many bytes off the largest stage: it stays all the time, a stage is there now and then.
 _HELD_PRICE = 8
 # A tensor without gradients up to this share of the bytes is held without further thought.
