@@ -1,4 +1,4 @@
-"""Families of transformers' models at small sizes, with random weights, as they are trained: heads and losses included."""
+"""Families of transformers' models, small and with random weights, as they are trained: heads and losses included."""
 
 from __future__ import annotations
 
