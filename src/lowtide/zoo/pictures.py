@@ -1,0 +1,26 @@
+"""What classifiers of pictures share: a batch, and a loss on top."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+class Classifier(nn.Module):
+    """A network whose result is the loss where labels are given, else its logits."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Classify pictures (batch, channels, height, width)."""
+        logits: Tensor = self.network(pictures)
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+def with_batch(network: nn.Module, batch: int, image: int, classes: int) -> tuple[Classifier, dict[str, Tensor]]:
+    """The network with its loss, and random pictures with labels."""
+    pictures = torch.randn(batch, 3, image, image)
+    return Classifier(network), {"pictures": pictures, "labels": torch.randint(0, classes, (batch,))}
