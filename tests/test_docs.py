@@ -35,6 +35,10 @@ def test_the_schedule_in_the_formats_page_costs_what_it_says() -> None:
         "select",
         "strategies.selection",
         "strategies.dynamic_selection",
+        "runtime.capture",
+        "runtime.measure",
+        "runtime.meter",
+        "runtime.sample",
     ],
 )
 def test_docstring_examples(module: str) -> None:

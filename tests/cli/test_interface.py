@@ -14,6 +14,23 @@ import lowtide
 from lowtide.cli import SUBCOMMANDS, _app, main
 
 FROZEN = {
+    "measure": {
+        "TARGET",
+        "-o",
+        "--output",
+        "--batch",
+        "--image",
+        "--length",
+        "--layers",
+        "--width",
+        "--heads",
+        "--vocabulary",
+        "--dtype",
+        "--device",
+        "--stages",
+        "--optimizer",
+        "--json",
+    },
     "solve": {
         "CHAIN.json",
         "--memory",

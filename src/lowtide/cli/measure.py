@@ -1,0 +1,174 @@
+"""`lowtide measure`: from a network to a chain file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowtide import zoo
+from lowtide.chain import Chain
+from lowtide.cli.options import Json
+from lowtide.cli.output import print_json, print_pairs, print_table
+from lowtide.cli.progress import DelayedProgress
+from lowtide.errors import CaptureError
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="A network of the zoo (resnet101, gpt2, ...), or package.module:function returning (model, sample).",
+        show_default=False,
+    ),
+]
+OutputFile = Annotated[
+    str | None, typer.Option("-o", "--output", metavar="CHAIN.json", help="Write the chain here.", show_default=False)
+]
+Stages = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stages",
+        metavar="PATTERN",
+        help="Paths of submodules that are stages, such as 'encoder.layer.*'; give it several times.",
+        show_default=False,
+    ),
+]
+OptimizerKind = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="KIND",
+        help="Count this optimizer's state: adam, sgd, sgd-momentum, ...",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="cuda or cpu; else cuda where there is one.", show_default=False),
+]
+DataType = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="For the zoo: float32, bfloat16 or float16.")]
+
+
+def _size(name: str, text: str) -> Any:
+    return typer.Option(f"--{name}", metavar="N", help=f"For the zoo: {text}.", show_default=False, min=1)
+
+
+EXAMPLES = (
+    "lowtide measure resnet101 --batch 16 --image 500 -o chain.json",
+    "lowtide measure gpt2 --layers 24 --width 1024 --heads 16 -o chain.json",
+    "lowtide measure my_package.training:make -o chain.json",
+)
+
+
+def command(
+    target: Target,
+    output: OutputFile = None,
+    batch: Annotated[int | None, _size("batch", "samples in a batch")] = None,
+    image: Annotated[int | None, _size("image", "pixels a side")] = None,
+    length: Annotated[int | None, _size("length", "tokens in a sequence")] = None,
+    layers: Annotated[int | None, _size("layers", "blocks of a transformer")] = None,
+    width: Annotated[int | None, _size("width", "its width")] = None,
+    heads: Annotated[int | None, _size("heads", "its attention heads")] = None,
+    vocabulary: Annotated[int | None, _size("vocabulary", "its tokens")] = None,
+    dtype: DataType = "float32",
+    device: Device = None,
+    stages: Stages = None,
+    optimizer: OptimizerKind = None,
+    json: Json = False,
+) -> None:
+    """Measure what each stage of a network costs, and write it as a chain.
+
+    The network runs on this machine, stage by stage. Exit status 2: no chain of stages was found in it.
+    """
+    sizes = {
+        "batch": batch,
+        "image": image,
+        "length": length,
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "vocabulary": vocabulary,
+    }
+    model, sample, name = _made(target, {k: v for k, v in sizes.items() if v is not None}, dtype, device)
+    from lowtide.runtime.measure import measure
+
+    with DelayedProgress() as progress:
+        chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
+    if output is not None:
+        chain.save(output)
+    if json:
+        print_json(chain.to_dict())
+    else:
+        _print_chain(chain, output)
+
+
+def _made(target: str, sizes: dict[str, int], dtype: str, device: str | None) -> tuple[nn.Module, Any, str]:
+    """The model, its sample and its name."""
+    if ":" in target:
+        if sizes:
+            raise CaptureError(f"--{next(iter(sizes))} is for networks of the zoo; {target} makes its own sizes")
+        return (*_from_function(target), target)
+    zoo.find(target)  # a wrong name is refused before torch is imported
+    import torch
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise CaptureError(f"--device {chosen} cannot be used: {first_line}") from None
+    model, sample = zoo.make(target, device=chosen, dtype=dtype, **sizes)
+    described = " ".join([target, *(f"{key}={value}" for key, value in sizes.items()), dtype])
+    return model, sample, described
+
+
+def _from_function(target: str) -> tuple[nn.Module, Any]:
+    """Call the user's function."""
+    module_name, _, function_name = target.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        raise CaptureError(f"{target}: {error}; it is looked for in the current folder too") from None
+    except AttributeError:
+        raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}") from None
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise CaptureError(f"{target}() returned {type(made).__name__}, expected a tuple (model, sample)")
+    return made
+
+
+def _print_chain(chain: Chain, output: str | None) -> None:
+    rows = [
+        (
+            stage.name,
+            format_seconds(stage.forward_seconds),
+            format_seconds(stage.backward_seconds),
+            format_bytes(stage.output_bytes),
+            format_bytes(stage.saved_bytes),
+            format_bytes(stage.weight_bytes),
+        )
+        for stage in chain.stages
+    ]
+    print_table(("stage", "forward", "backward", "output", "saved", "weights"), rows)
+    print()
+    saved_bytes = sum(stage.saved_bytes for stage in chain.stages)
+    pairs = [
+        ("chain", f"{chain.name}, {chain.num_stages} stages"),
+        ("measured on", str(chain.provenance.get("device", "?"))),
+        ("plain step", format_seconds(chain.compute_seconds)),
+        ("activations", format_bytes(saved_bytes)),
+        ("weights", format_bytes(sum(stage.weight_bytes for stage in chain.stages))),
+        ("base", format_bytes(chain.base_bytes)),
+    ]
+    if output is not None:
+        pairs.append(("written to", output))
+    print_pairs(pairs)

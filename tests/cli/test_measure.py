@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from lowtide import Chain
+from lowtide.cli import main
+
+SMALL = [
+    "gpt2",
+    "--batch",
+    "1",
+    "--length",
+    "8",
+    "--layers",
+    "2",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--vocabulary",
+    "32",
+]
+
+MADE = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), torch.zeros(2, 4)
+
+def wrong():
+    return 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr("lowtide.runtime.measure_time._FEWEST_RUNS", 1)
+    monkeypatch.setattr("lowtide.runtime.measure_time._MOST_RUNS", 1)
+
+
+def test_a_network_of_the_zoo(tmp_path, capsys):
+    path = str(tmp_path / "chain.json")
+    assert main(["measure", *SMALL, "--device", "cpu", "--optimizer", "adam", "-o", path]) == 0
+    chain = Chain.load(path)
+    assert chain.num_stages >= 4
+    assert sum(stage.optimizer_bytes for stage in chain.stages) == 2 * sum(s.weight_bytes for s in chain.stages)
+    shown = capsys.readouterr().out
+    assert "blocks.1" in shown
+    assert "written to" in shown
+
+
+def test_stages_by_hand_and_json(capsys):
+    assert main(["measure", *SMALL, "--device", "cpu", "--stages", "blocks.*", "--json"]) == 0
+    chain = Chain.from_dict(json.loads(capsys.readouterr().out))
+    assert [stage.name for stage in chain.stages][1:3] == ["blocks.0", "blocks.1"]
+
+
+def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
+    (tmp_path / "made_by_user.py").write_text(MADE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["measure", "made_by_user:make", "-o", "chain.json"]) == 0
+    assert Chain.load("chain.json").num_stages == 2
+    for target, reason in (
+        ("made_by_user:wrong", "(model, sample)"),
+        ("made_by_user:absent", "absent"),
+        ("not_there_at_all:make", "not_there_at_all"),
+    ):
+        capsys.readouterr()
+        assert main(["measure", target]) == 2
+        printed = capsys.readouterr().err
+        assert reason in printed
+        assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["resnet17"], "resnet18"),
+        (["resnet18", "--length", "4", "--device", "cpu"], "length"),
+        (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
+        (["resnet18", "--device", "nowhere"], "nowhere"),
+        (["a.b:c", "--batch", "2"], "zoo"),
+    ],
+)
+def test_wrong_use_is_one_line(arguments, reason, capsys):
+    assert main(["measure", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert reason in printed
+    assert printed.count("\n") == 1
