@@ -36,14 +36,17 @@ if TYPE_CHECKING:
     from lowtide.runtime.attach import attach
     from lowtide.runtime.executor import is_recomputing
     from lowtide.runtime.measure import measure
+    from lowtide.runtime.fit import fit, load_plan
     from lowtide.runtime.plan import Plan
 
 # What imports torch is imported when it is first used.
 _LAZY = {
     "Plan": "lowtide.runtime.plan",
     "attach": "lowtide.runtime.attach",
+    "fit": "lowtide.runtime.fit",
     "is_recomputing": "lowtide.runtime.executor",
     "measure": "lowtide.runtime.measure",
+    "load_plan": "lowtide.runtime.fit",
 }
 
 __version__ = "0.1.0"
@@ -78,8 +81,10 @@ __all__ = [
     "__version__",
     "attach",
     "compare",
+    "fit",
     "is_recomputing",
     "measure",
+    "load_plan",
     "select",
     "simulate",
     "solve",

@@ -13,7 +13,8 @@ from lowtide.errors import PlanError
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.file_tier import FileTier
-from lowtide.runtime.plan import Plan
+from lowtide.runtime.pinned_tier import PinnedTier
+from lowtide.runtime.plan import Handler, Part, Plan
 from lowtide.runtime.split import Split, StageSplit, Unit
 from lowtide.schedule import Forward, Schedule, as_schedule
 from lowtide.simulate import simulate
@@ -61,7 +62,14 @@ def attach(
     split = split or split_for(model, chain)
     check_legal(schedule, split.num_stages)
     tier = tier_for(model, host_memory_budget)
-    return Plan(model, lambda handler: Execution(model, split, schedule, chain, tier, handler, strict=strict))
+    budget = solution.memory_budget if isinstance(solution, Solution) else None
+    bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
+
+    def make(handler: Handler) -> Part:
+        execution = Execution(model, split, schedule, chain, tier, handler, strict=strict)
+        return Part(execution, memory_budget=budget, bandwidth=bandwidth)
+
+    return Plan(model, make)
 
 
 def split_for(model: nn.Module, chain: Chain | None) -> Split:
@@ -89,10 +97,19 @@ def check_legal(schedule: Schedule, num_stages: int) -> None:
     simulate(Chain("any", stages, 1), schedule, bandwidth=1)
 
 
-def tier_for(model: nn.Module, host_memory_budget: int | str | None) -> Tier:
-    """Where values of this model go that leave its device."""
+def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_bytes: int = 0) -> Tier:
+    """Where values of this model go that leave its device: pinned memory for CUDA, a file for the CPU.
+
+    Args:
+        model: the model.
+        host_memory_budget: the most bytes to use there; None: no limit.
+        capacity_bytes: what a schedule needs there.
+    """
     limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
-    return FileTier(limit_bytes=limit)
+    device = device_of(model)
+    if device.type == "cuda":
+        return PinnedTier(device, capacity_bytes, limit)
+    return FileTier(capacity_bytes, limit)
 
 
 def device_of(model: nn.Module) -> torch.device:

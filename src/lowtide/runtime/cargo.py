@@ -82,6 +82,10 @@ class Cargo:
         self._arriving: list[Ticket] = []
         self.on_device = True
 
+    def __del__(self) -> None:
+        # Memory that a copy is still writing must not be handed to others: let them wait for the copy.
+        self.arrive()
+
     def view(self, tensor: torch.Tensor) -> View:
         """Take a tensor in."""
         storage = tensor.untyped_storage()

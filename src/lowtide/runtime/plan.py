@@ -1,7 +1,9 @@
-"""A plan: what `lowtide.fit` and `lowtide.attach` return."""
+"""A plan: what `lowtide.fit`, `lowtide.attach` and `lowtide.load_plan` return."""
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,8 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.chain import Chain
+from lowtide.errors import PlanError
+from lowtide.files import write_json
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
+from lowtide.runtime.plan_text import plan_text
+from lowtide.runtime.signature import Signature, fingerprint
+from lowtide.runtime.split import Split
+from lowtide.schedule import Schedule
+
+FORMAT = "lowtide.plan/1"
+
+# Plans for other shapes are kept, the least recently used goes first: enough for a few buckets of sequence lengths.
+_NUM_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +38,38 @@ class Stats:
     """From the start of forward to the end of backward, the median of the last steps."""
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
+    """On CUDA the allocator's peak since the plan was attached, or since it was last reset; on the CPU that of the
+    rehearsal.
+    """
     recomputed_per_step: float
     """How many stages run forward again in a step."""
     moved_bytes_per_step: float
     """Bytes copied between device and host in a step, both ways."""
+
+
+@dataclass(slots=True)
+class Part:
+    """What a plan does for one signature of calls.
+
+    Args:
+        execution: the schedule in place.
+        signature: the calls that it is for; None: any.
+        memory_budget: the budget that it was solved for.
+        bandwidth: that it was solved for.
+        rehearsed_peak_bytes: what a trial step took, where there was one.
+        notes: what people should know of it.
+    """
+
+    execution: Execution
+    signature: Signature | None = None
+    memory_budget: int | None = None
+    bandwidth: int = 0
+    rehearsed_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+Handler = Callable[..., Any]
+Replan = Callable[[tuple[Any, ...], dict[str, Any], Handler], Part]
 
 
 class Plan:
@@ -35,15 +77,31 @@ class Plan:
 
     The model object is the user's own, with its type, its parameter names and its state; it is used as before. A call
     runs under the schedule where the model is in training mode and gradients are enabled, and plainly otherwise.
+
+    Args:
+        model: the model; a plan that was attached to it before is detached.
+        make: makes the first part, given who is to be called in place of the model.
+        replan: makes a part for calls of another signature; None: they are refused, where the first part has one.
+        watch: called before each step with the number of steps so far; may change the plan.
     """
 
-    def __init__(self, model: nn.Module, make: Callable[[Callable[..., Any]], Execution]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Handler], Part],
+        *,
+        replan: Replan | None = None,
+        watch: Callable[[Plan, int], None] | None = None,
+    ) -> None:
         previous = attached_plan(model)
         if previous is not None:
             previous.detach()
         self.model = model
-        self._execution = make(self._call)
-        self._execution.install()
+        self._replan = replan
+        self._watch = watch
+        self._part = make(self._call)
+        self._others: OrderedDict[Signature, Part] = OrderedDict()
+        self._part.execution.install()
         self._attached = True
 
     # What it is
@@ -54,24 +112,71 @@ class Plan:
         return self._attached
 
     @property
-    def stage_names(self) -> tuple[str, ...]:
-        """The names of the stages."""
-        return self._execution.machine.layout.names
+    def split(self) -> Split:
+        """Which submodules make which stage."""
+        return self._part.execution.split
+
+    @property
+    def schedule(self) -> Schedule:
+        """The list of operations."""
+        return self._part.execution.schedule
+
+    @property
+    def chain(self) -> Chain | None:
+        """What the stages cost, where it is known."""
+        return self._part.execution.chain
+
+    @property
+    def memory_budget(self) -> int | None:
+        """The bytes of the budget, where there was one."""
+        return self._part.memory_budget
+
+    @property
+    def signature(self) -> Signature | None:
+        """The calls that the current schedule is for; None: any."""
+        return self._part.signature
+
+    @property
+    def handler(self) -> Handler:
+        """Who is called in place of the model."""
+        return self._call
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of it."""
+        return (*self.split.notes, *self._part.notes)
+
+    @property
+    def num_shapes(self) -> int:
+        """For how many signatures of calls it holds a schedule."""
+        return 1 + len(self._others)
 
     def stats(self) -> Stats:
         """What was predicted, and what has been measured since."""
-        execution = self._execution
+        execution = self._part.execution
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
+        peak = self._part.rehearsed_peak_bytes
+        if execution.machine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(execution.machine.device)
         return Stats(
             counters.num_steps,
             None if predicted is None else predicted.seconds,
             execution.measured_seconds(),
             None if predicted is None else predicted.peak_bytes,
-            None,
+            peak,
             counters.num_recomputed / steps,
             counters.moved_bytes / steps,
         )
+
+    def __str__(self) -> str:
+        return plan_text(
+            type(self.model).__name__, self.schedule, self.split, self.chain, self.memory_budget, self.stats(), self.notes
+        )
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "detached"
+        return f"<Plan {self.schedule.strategy!r} of {self.split.num_stages} stages, {state}>"
 
     # Attaching
 
@@ -79,7 +184,7 @@ class Plan:
         """Give the model back as it was; graphs that are still alive can be used as before."""
         if self._attached:
             self._attached = False
-            self._execution.remove()
+            self._part.execution.remove()
 
     def __enter__(self) -> Plan:
         return self
@@ -89,11 +194,64 @@ class Plan:
     ) -> None:
         self.detach()
 
+    def use(self, part: Part) -> None:
+        """Go over to another part, for the calls that it is for."""
+        previous = self._part
+        previous.execution.remove()
+        if previous.signature is not None and previous.signature != part.signature:
+            self._others[previous.signature] = previous
+            while len(self._others) >= _NUM_KEPT:
+                self._others.popitem(last=False)
+        self._part = part
+        part.execution.install()
+
     def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         applies = self._attached and self.model.training and torch.is_grad_enabled()
-        if not applies or self._execution.is_busy or torch.compiler.is_compiling():
+        if not applies or self._part.execution.is_busy or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
-        return self._execution.call(plain, args, kwargs)
+        if self._watch is not None:
+            self._watch(self, self._part.execution.machine.counters.num_steps)
+        self._choose_part(args, kwargs)
+        return self._part.execution.call(plain, args, kwargs)
+
+    def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        planned = self._part.signature
+        if planned is None:
+            return
+        signature = Signature.of(args, kwargs, self._part.execution.machine.device.type)
+        if signature == planned:
+            return
+        if self._replan is None:
+            raise PlanError(
+                f"{signature.difference(planned)}; fit again for these shapes, or let the plan do so (replan=True)"
+            )
+        if signature in self._others:
+            self.use(self._others.pop(signature))
+        elif not signature.fits_within(planned):
+            fitting = next((s for s in self._others if signature.fits_within(s)), None)
+            part = self._replan(args, kwargs, self._call) if fitting is None else self._others.pop(fitting)
+            self.use(part)
+
+    # Files
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, in the file format `lowtide.plan/1`."""
+        part = self._part
+        return {
+            "format": FORMAT,
+            "model": fingerprint(self.model),
+            "signature": None if part.signature is None else part.signature.to_dict(),
+            "memory_budget": part.memory_budget,
+            "bandwidth": part.bandwidth,
+            "rehearsed_peak_bytes": part.rehearsed_peak_bytes,
+            "split": self.split.to_dict(),
+            "chain": None if self.chain is None else self.chain.to_dict(),
+            "schedule": self.schedule.to_dict(),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file, atomically; `lowtide.load_plan` reads it."""
+        write_json(path, self.to_dict())
 
 
 def attached_plan(model: nn.Module) -> Plan | None:

@@ -1,0 +1,265 @@
+"""`lowtide.fit` and `lowtide.load_plan`: state a budget, train as before."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import ChainError, InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError, shown
+from lowtide.files import read_json
+from lowtide.runtime.attach import check_legal, device_of, tier_for
+from lowtide.runtime.bandwidth import measured_bandwidth
+from lowtide.runtime.capture import StageNames
+from lowtide.runtime.execution import Execution
+from lowtide.runtime.measure_weights import Optimizer
+from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
+from lowtide.runtime.planning import Planned, Settings, host_bytes, plan_for, resimulated, solution_for
+from lowtide.runtime.preserve import preserved
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.signature import Signature, fingerprint
+from lowtide.runtime.split import Split
+from lowtide.schedule import Schedule
+from lowtide.solve import AUTO
+from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
+
+# Without a budget, this share of what is free stays free: for fragmentation and for what others take meanwhile.
+_RESERVE = 0.1
+
+# The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
+_NUM_WATCHED = 3
+
+# Without an optimizer, the state of the one that most people train with is allowed for.
+_ASSUMED_OPTIMIZER = "adam"
+
+
+def fit(
+    model: nn.Module,
+    sample: Any,
+    *,
+    memory_budget: int | str | None = None,
+    strategy: str = AUTO,
+    bandwidth: int | str | None = None,
+    host_memory_budget: int | str | None = None,
+    optimizer: Optimizer = None,
+    loss: Callable[[Any], Any] | None = None,
+    stages: StageNames | None = None,
+    grads_resident: bool = False,
+    compile_stages: bool = False,
+    replan: bool = True,
+    slots: int | None = None,
+    strict: bool = False,
+    progress: Callable[[str, float], None] | None = None,
+) -> Plan:
+    """Train a model within a memory budget: measures its stages, solves for the fastest schedule, attaches it.
+
+    Args:
+        model: the model, on the device where it is trained; the object stays the same.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
+        memory_budget: bytes of all that a training step allocates on the device: parameters, gradients, optimizer
+            state, workspaces (on the CPU: all live tensors). None: what is free, less a reserve.
+        strategy: a name from `lowtide strategies`; `"auto"`: the fastest.
+        bandwidth: bytes per second to host memory each way; None: measured; 0: nothing is moved.
+        host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
+        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left.
+        loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
+        stages: the stages by hand, see `lowtide.measure`.
+        grads_resident: gradients are accumulated over several calls.
+        compile_stages: compile each stage (`torch.compile`), and plan with the compiled ones.
+        replan: plan again for calls with larger shapes; False: other shapes are refused.
+        slots: how finely strategies discretise memory.
+        strict: compare what a repeated forward saves with the first, byte by byte; slow.
+        progress: called with what is being done and the share done, 0 to 1.
+
+    Returns:
+        The plan; print it to see what it will do.
+
+    Raises:
+        InfeasibleBudgetError: before training, with the least budget that works.
+        CaptureError: where the model cannot be cut into stages.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        >>> with fit(model, torch.zeros(256, 64), memory_budget="2MiB", bandwidth=0) as plan:
+        ...     model(torch.zeros(256, 64)).sum().backward()
+    """
+    previous = attached_plan(model)
+    if previous is not None:
+        previous.detach()
+    device = device_of(model)
+    settings = Settings(
+        memory_budget=_default_budget(device) if memory_budget is None else parse_bytes(memory_budget),
+        strategy=strategy,
+        bandwidth=measured_bandwidth(device) if bandwidth is None else parse_bandwidth(bandwidth),
+        host_memory_budget=None if host_memory_budget is None else parse_bytes(host_memory_budget),
+        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
+        loss=loss,
+        stages=stages,
+        grads_resident=grads_resident,
+        slots=slots,
+        strict=strict,
+        progress=progress,
+    )
+    return _Fitting(model, settings, compile_stages=compile_stages).plan(Sample.of(sample), replan=replan)
+
+
+class _Fitting:
+    """One `fit`: makes the first part of a plan, parts for other shapes, and corrects what a real step shows."""
+
+    def __init__(self, model: nn.Module, settings: Settings, *, compile_stages: bool) -> None:
+        self._model = model
+        self._settings = settings
+        self._device = device_of(model)
+        self._compile = compile_stages
+        self._planned: Planned | None = None
+        self._corrected = False
+
+    def plan(self, sample: Sample, *, replan: bool) -> Plan:
+        """The plan, attached."""
+        plan = Plan(
+            self._model,
+            lambda handler: self.part(sample, handler),
+            replan=self._another if replan else None,
+            watch=self._watch if self._device.type == "cuda" else None,
+        )
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return plan
+
+    def part(self, sample: Sample, handler: Handler) -> Part:
+        """Plan for one signature of calls."""
+        with preserved(self._model):
+            self._model.train()
+            planned = plan_for(self._model, sample, self._settings)
+        self._planned = planned
+        return self._part(planned, Signature.of(sample.args, sample.kwargs, self._device.type), handler)
+
+    def _part(self, planned: Planned, signature: Signature | None, handler: Handler) -> Part:
+        return Part(
+            planned.execution(self._model, self._settings, handler),
+            signature,
+            self._settings.memory_budget,
+            self._settings.bandwidth,
+            planned.rehearsed_peak_bytes,
+            planned.notes,
+        )
+
+    def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
+        return self.part(Sample(args, kwargs), handler)
+
+    def _watch(self, plan: Plan, num_steps: int) -> None:
+        """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""
+        if not 1 <= num_steps <= _NUM_WATCHED or self._corrected or self._planned is None:
+            return
+        peak, budget = torch.cuda.max_memory_allocated(self._device), self._settings.memory_budget
+        if peak <= budget:
+            return
+        self._corrected = True
+        solution = self._planned.solution
+        more = peak - solution.peak_bytes
+        warnings.warn(
+            f"a step took {format_bytes(peak)} where {format_bytes(solution.peak_bytes)} was predicted and "
+            f"{format_bytes(budget)} is the budget; planning again with {format_bytes(max(0, more))} more set aside "
+            "(give loss= and optimizer= to have them counted from the start)",
+            LowtideWarning,
+            stacklevel=4,
+        )
+        chain = replace(solution.chain, base_bytes=max(0, solution.chain.base_bytes + more))
+        try:
+            better = solution_for(chain, self._settings)
+        except InfeasibleBudgetError as error:
+            raise InfeasibleBudgetError(
+                f"after a real step: {error}", minimum_bytes=error.minimum_bytes
+            ) from None
+        self._planned = replace(self._planned, solution=resimulated(better, chain))
+        plan.use(self._part(self._planned, plan.signature, plan.handler))
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def _default_budget(device: torch.device) -> int:
+    """What is free, and what this process has already, less a reserve."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * (1 - _RESERVE)) + torch.cuda.memory_allocated(device)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(available * (1 - _RESERVE))
+
+
+def load_plan(
+    path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None
+) -> Plan:
+    """Attach a plan that was saved with `plan.save`.
+
+    Args:
+        path: the file.
+        model: the same model as then, on the same kind of device.
+        host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
+
+    Raises:
+        PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
+            what is other than planned. Calls with other shapes are refused when they come.
+    """
+    values = read_json(path, PlanError)
+    try:
+        return plan_from_dict(values, model, host_memory_budget=host_memory_budget)
+    except (PlanError, ChainError, ScheduleError) as error:
+        raise PlanError(f"{os.fspath(path)}: {error}") from None
+
+
+def plan_from_dict(
+    values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None
+) -> Plan:
+    """Attach a plan from its plain data; see `load_plan`."""
+    if not isinstance(values, Mapping):
+        raise PlanError(f"a plan is a JSON object, not {shown(values)}")
+    if values.get("format") != FORMAT:
+        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}")
+    _check_fingerprint(values.get("model"), fingerprint(model))
+    split = _split_from(values.get("split"))
+    schedule = Schedule.from_dict(values.get("schedule") or {})
+    chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
+    check_legal(schedule, split.num_stages)
+    signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
+    needed = 0 if chain is None else host_bytes(chain, schedule)
+    tier = tier_for(model, host_memory_budget, needed)
+
+    def make(handler: Handler) -> Part:
+        execution = Execution(model, split, schedule, chain, tier, handler)
+        numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
+        bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
+        return Part(execution, signature, numbers["memory_budget"], bandwidth, numbers["rehearsed_peak_bytes"])
+
+    return Plan(model, make)
+
+
+def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
+    if not isinstance(saved, Mapping):
+        raise PlanError(f"model is {shown(saved)}, expected the fingerprint of a model")
+    for part, value in now.items():
+        if saved.get(part) != value:
+            raise PlanError(
+                f"the model's {part} are other than when the plan was made"
+                if part != "device"
+                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}"
+            )
+
+
+def _split_from(values: Any) -> Split:
+    try:
+        return Split.from_dict(values)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PlanError(f"split is not well formed: {shown(json.dumps(values))}") from None
+
+
+def _whole_number(name: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise PlanError(f"{name} is {shown(value)}, expected whole bytes or null")

@@ -1,0 +1,170 @@
+"""The lower tier of a CUDA device: pinned host memory, copied to and fro on two streams of their own.
+
+Memory follows from the order of the list alone: a copy down starts after what the compute stream was given before it,
+and whoever frees the storage makes the compute stream wait for the copy first; a copy up goes into memory that was
+allocated on the compute stream at its place in the list, and starts after what that stream was given before. All of it
+is ordered by events; nothing is left to `record_stream`. The compute stream is whichever is current at each call.
+
+Pinned memory is taken once, in one slab of the size that the schedule needs, and registered as it is: PyTorch's own
+pinned allocator would round it up to a power of two.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError, LowtideWarning
+from lowtide.runtime.arena import Arena, Room, rounded
+from lowtide.units import format_bytes
+
+# More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
+_SMALLEST_PIECE_BYTES = 64 * 2**20
+
+
+class _Slab:
+    """One piece of pinned memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.arena = Arena(num_bytes)
+        self.memory = _host_memory(num_bytes)
+
+    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """A part of it."""
+        return self.memory[offset : offset + num_bytes]
+
+
+class _Region:
+    """Room in a slab for one storage, and the last copy that reads or writes it."""
+
+    __slots__ = ("host", "last_copy", "num_bytes", "room")
+
+    def __init__(self, slab: _Slab, room: Room) -> None:
+        self.room = room
+        self.num_bytes = room.num_bytes
+        self.host = slab.bytes_at(room.offset, room.num_bytes)
+        self.last_copy: torch.cuda.Event | None = None
+
+
+class _Ticket:
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the copy."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class PinnedTier:
+    """Storages of one CUDA device in pinned host memory.
+
+    Args:
+        device: the device.
+        capacity_bytes: pinned at the first use; more is added where it is not enough.
+        limit_bytes: never use more than this; None: no limit.
+    """
+
+    def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:
+        self._device = device
+        self._wanted_bytes = capacity_bytes
+        self._limit_bytes = limit_bytes
+        self._slabs: list[_Slab] = []
+        self.to_host = torch.cuda.Stream(device)
+        self.to_device = torch.cuda.Stream(device)
+        # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
+        self._last_load: torch.cuda.Event | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """All pinned memory taken so far."""
+        return sum(slab.arena.capacity_bytes for slab in self._slabs)
+
+    def reserve(self) -> None:
+        """Take the planned memory now rather than at the first copy."""
+        if not self._slabs and self._wanted_bytes:
+            self._add_slab(0)
+
+    def store(self, storage: torch.UntypedStorage) -> tuple[_Region, _Ticket]:
+        """Queue a copy of a storage down."""
+        region = self._take(storage.nbytes())
+        self.to_host.wait_stream(torch.cuda.current_stream(self._device))
+        if self._last_load is not None:
+            self.to_host.wait_event(self._last_load)
+        with torch.cuda.stream(self.to_host):
+            region.host.copy_(_bytes_of(storage), non_blocking=True)
+            region.last_copy = self.to_host.record_event()
+        return region, _Ticket(region.last_copy, self._device)
+
+    def load(self, region: Any, device: torch.device) -> tuple[torch.UntypedStorage, _Ticket]:
+        """Make a storage on the compute stream, and queue a copy of a region into it."""
+        memory = torch.empty(region.num_bytes, dtype=torch.uint8, device=device)
+        self.to_device.wait_stream(torch.cuda.current_stream(self._device))
+        if region.last_copy is not None:
+            self.to_device.wait_event(region.last_copy)
+        with torch.cuda.stream(self.to_device):
+            memory.copy_(region.host, non_blocking=True)
+            self._last_load = self.to_device.record_event()
+        return memory.untyped_storage(), _Ticket(self._last_load, self._device)
+
+    def close(self) -> None:
+        """Wait for copies under way; the memory goes when nothing refers to it any more."""
+        self.to_host.synchronize()
+        self.to_device.synchronize()
+
+    def _take(self, num_bytes: int) -> _Region:
+        for slab in self._slabs:
+            offset = slab.arena.take(num_bytes)
+            if offset is not None:
+                return _Region(slab, Room(slab.arena, offset, num_bytes))
+        slab = self._add_slab(rounded(num_bytes))
+        offset = slab.arena.take(num_bytes)
+        assert offset is not None
+        return _Region(slab, Room(slab.arena, offset, num_bytes))
+
+    def _add_slab(self, num_bytes: int) -> _Slab:
+        wanted = max(num_bytes, self._wanted_bytes or _SMALLEST_PIECE_BYTES)
+        if self._limit_bytes is not None:
+            left = self._limit_bytes - self.capacity_bytes
+            if left < num_bytes:
+                raise ExecutionError(
+                    f"host_memory_budget {format_bytes(self._limit_bytes)} has no room for {format_bytes(num_bytes)} "
+                    "more; raise it, or fit again for these shapes"
+                )
+            wanted = min(wanted, left)
+        self._wanted_bytes = 0
+        self._slabs.append(_Slab(wanted))
+        return self._slabs[-1]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """Host memory, registered with CUDA; where that is refused, ordinary memory and one warning."""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        raise ExecutionError(
+            f"the host has no {format_bytes(num_bytes)} for offloaded activations; set host_memory_budget=, or fit "
+            "without offloading (bandwidth=0)"
+        ) from None
+    address = memory.data_ptr()
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+        warnings.warn(
+            f"{format_bytes(num_bytes)} of host memory could not be pinned; copies will not overlap with computing, "
+            "and steps will be slower than predicted; raise the limit of locked memory (ulimit -l)",
+            LowtideWarning,
+            stacklevel=2,
+        )
+    else:
+        finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
+        finalizer.atexit = False
+    return memory

@@ -1,0 +1,76 @@
+"""A plan in a few lines, for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+from lowtide.chain import Chain
+from lowtide.runtime.split import Split
+from lowtide.schedule import Backward, Forward, Offload, Schedule
+from lowtide.units import format_bytes, format_seconds
+
+
+class Figures(Protocol):
+    """What has been measured; `lowtide.runtime.plan.Stats` is one."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """Time of a step."""
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Peak of a step."""
+
+
+def plan_text(
+    model: str,
+    schedule: Schedule,
+    split: Split,
+    chain: Chain | None,
+    memory_budget: int | None,
+    stats: Figures,
+    notes: Iterable[str],
+) -> str:
+    """What a plan will do, what it predicts, and what was measured."""
+    lines = [f"lowtide plan for {model}: strategy {schedule.strategy!r}, {split.num_stages} stages"]
+    if memory_budget is not None:
+        lines.append(f"  budget     {format_bytes(memory_budget)}")
+    predicted = schedule.predicted
+    if predicted is not None:
+        time = f"  predicted  {format_seconds(predicted.seconds)} a step (forward and backward)"
+        if chain is not None and chain.compute_seconds:
+            time += f", {predicted.seconds / chain.compute_seconds:.2f} x plain"
+        lines.append(f"{time}, peak {format_bytes(predicted.peak_bytes)}")
+    if stats.measured_seconds is not None or stats.measured_peak_bytes is not None:
+        parts = [] if stats.measured_seconds is None else [f"{format_seconds(stats.measured_seconds)} a step"]
+        if stats.measured_peak_bytes is not None:
+            parts.append(f"peak {format_bytes(stats.measured_peak_bytes)}")
+        lines.append(f"  measured   {', '.join(parts)} ({stats.num_steps} steps)")
+    lines += _what_happens(schedule, split)
+    lines += [f"  note       {note}" for note in notes]
+    return "\n".join(lines)
+
+
+def _what_happens(schedule: Schedule, split: Split) -> list[str]:
+    forwards = Counter(op.stage for op in schedule.operations if isinstance(op, Forward))
+    moved = {op.stage for op in schedule.operations if isinstance(op, Offload)}
+    repeated = {k for k, count in forwards.items() if count > 1}
+    kept = [k for k in range(1, split.num_stages + 1) if k not in repeated and k not in moved]
+    last = max((i for i, op in enumerate(schedule.operations) if isinstance(op, Backward)), default=0)
+    lines = [f"  operations {last + 1}: {len(kept)} stages kept, {len(repeated)} recomputed, {len(moved)} offloaded"]
+    for title, stages in (("recomputed", sorted(repeated)), ("offloaded", sorted(moved))):
+        if stages:
+            lines.append(f"  {title:<10} {_names(split, stages)}")
+    return lines
+
+
+def _names(split: Split, stages: list[int], most: int = 8) -> str:
+    names = [split.stages[k - 1].name if k else "input" for k in stages]
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,206 @@
+"""From a model and a budget to a schedule that has been tried: measure, solve, rehearse, correct."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.runtime.arena import rounded
+from lowtide.runtime.attach import tier_for
+from lowtide.runtime.capture import StageNames
+from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.execution import Execution
+from lowtide.runtime.measure import capture_and_measure
+from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.preserve import preserved
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split
+from lowtide.schedule import Offload, Schedule
+from lowtide.simulate import simulate
+from lowtide.solve import Solution, solve
+from lowtide.units import format_bytes
+
+# A prediction that is off by more than this is corrected; it is what the documentation promises.
+_TOLERANCE = 0.05
+
+# Each correction may choose another schedule; after these, the best that was seen to stay within the budget is taken.
+_MOST_REHEARSALS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `fit` was asked for; see there."""
+
+    memory_budget: int
+    strategy: str
+    bandwidth: int
+    host_memory_budget: int | None
+    optimizer: Optimizer
+    loss: Callable[[Any], Any] | None
+    stages: StageNames | None
+    grads_resident: bool
+    slots: int | None
+    strict: bool
+    progress: Callable[[str, float], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A schedule for a model and a call, and what is known of it."""
+
+    split: Split
+    solution: Solution
+    rehearsed_peak_bytes: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def chain(self) -> Chain:
+        """What the stages cost, corrected where a rehearsal showed more or less."""
+        return self.solution.chain
+
+    def execution(self, model: nn.Module, settings: Settings, handler: Callable[..., Any]) -> Execution:
+        """The schedule, ready to be put in place."""
+        schedule = self.solution.schedule
+        tier = tier_for(model, settings.host_memory_budget, host_bytes(self.chain, schedule))
+        return Execution(model, self.split, schedule, self.chain, tier, handler, strict=settings.strict)
+
+
+def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> Planned:
+    """Measure, solve, try the schedule in one step, and correct the prediction where it was off."""
+    split, chain = capture_and_measure(
+        model,
+        sample,
+        stages=settings.stages,
+        loss=settings.loss,
+        optimizer=settings.optimizer,
+        grads_resident=settings.grads_resident,
+        progress=settings.progress,
+    )
+    best: Planned | None = None
+    notes: list[str] = []
+    for _ in range(_MOST_REHEARSALS):
+        solution = solution_for(chain, settings)
+        planned = Planned(split, solution, None, tuple(notes))
+        measured = rehearsed_peak(model, sample, planned, settings)
+        planned = dataclasses.replace(planned, rehearsed_peak_bytes=measured)
+        off = measured - solution.peak_bytes
+        fits = measured <= settings.memory_budget
+        if fits and (best is None or solution.seconds < best.solution.seconds):
+            best = planned
+        if abs(off) <= _TOLERANCE * measured and fits:
+            break
+        notes.append(
+            f"a rehearsal took {format_bytes(measured)} where {format_bytes(solution.peak_bytes)} was predicted; "
+            "the prediction was corrected"
+        )
+        chain = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + off))
+        if best is planned:
+            best = dataclasses.replace(planned, solution=resimulated(solution, chain), notes=tuple(notes))
+    if best is None:
+        least = solution.peak_bytes + max(0, off)
+        raise InfeasibleBudgetError(
+            f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) was exceeded by every "
+            f"schedule that was tried; {format_bytes(least)} ({least} bytes) would do for the last one",
+            minimum_bytes=least,
+        )
+    return best
+
+
+def solution_for(chain: Chain, settings: Settings) -> Solution:
+    """The fastest schedule within the budgets of the device and of the host."""
+
+    def solved(bandwidth: int) -> Solution:
+        return solve(
+            chain,
+            memory_budget=settings.memory_budget,
+            strategy=settings.strategy,
+            bandwidth=bandwidth or None,
+            slots=settings.slots,
+            manage_weights=False,
+            progress=settings.progress,
+        )
+
+    solution = solved(settings.bandwidth)
+    limit = settings.host_memory_budget
+    if limit is not None and host_bytes(chain, solution.schedule) > limit:
+        return solved(0)  # what would have to be moved has no room: recompute instead
+    return solution
+
+
+def resimulated(solution: Solution, chain: Chain) -> Solution:
+    """The same schedule on a chain whose figures were corrected."""
+    trace = simulate(chain, solution.schedule, bandwidth=solution.bandwidth or None)
+    predicted = solution.schedule.predicted
+    if predicted is not None:
+        predicted = dataclasses.replace(predicted, peak_bytes=trace.peak_bytes)
+    schedule = dataclasses.replace(solution.schedule, predicted=predicted)
+    return dataclasses.replace(solution, chain=chain, trace=trace, schedule=schedule)
+
+
+def host_bytes(chain: Chain, schedule: Schedule) -> int:
+    """What the lower tier must hold at the most: every value that is offloaded, once."""
+    values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
+    total = 0
+    for kind, k in values:
+        stage = chain.stages[k - 1] if k else None
+        if kind == "a":
+            total += rounded(chain.activation_bytes(k))
+        elif stage is not None:
+            total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
+    return total
+
+
+def rehearsed_peak(model: nn.Module, sample: Sample, planned: Planned, settings: Settings) -> int:
+    """Run one step under a schedule without leaving a trace; returns its peak, with the optimizer's state that is to
+    come.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    holder: list[Execution] = []
+
+    def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
+
+    execution = planned.execution(model, settings, call)
+    holder.append(execution)
+    gc.collect()
+    with preserved(model), torch.enable_grad():
+        execution.install()
+        try:
+            _set_gradients(model, resident=settings.grads_resident)
+            with Meter(device) as meter:
+                _one_step(model, sample, settings.loss)
+                peak = meter.peak_bytes
+        finally:
+            execution.remove()
+            holder.clear()
+    return peak + _state_to_come(model, settings.optimizer)
+
+
+def _one_step(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None) -> None:
+    result = sample.call(model)
+    target = result if loss is None else loss(result)
+    if loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
+        target = target["loss"]
+    starts = [t for t in tensors_of(target) if t.requires_grad]
+    torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+
+
+def _set_gradients(model: nn.Module, *, resident: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
+
+
+def _state_to_come(model: nn.Module, optimizer: Optimizer) -> int:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    planned = sum(optimizer_state_bytes(optimizer, trainable).values())
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in trainable if p.grad is not None)
+    return max(0, planned - (existing_state_bytes(model, optimizer) - gradients))

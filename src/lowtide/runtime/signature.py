@@ -1,0 +1,91 @@
+"""What a plan was made for: the shapes of a call, and the model itself. Both are compared before a plan is used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import PlanError
+from lowtide.runtime.containers import tensors_of
+
+TensorForm = tuple[tuple[int, ...], str]
+"""Shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The tensors of one call, and the dtype of autocast around it."""
+
+    tensors: tuple[TensorForm, ...]
+    autocast: str = ""
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Signature:
+        """The signature of a call."""
+        forms = tuple((tuple(t.shape), _name(t.dtype)) for t in tensors_of((args, dict(kwargs))))
+        cast = torch.is_autocast_enabled(device_type)
+        return cls(forms, _name(torch.get_autocast_dtype(device_type)) if cast else "")
+
+    def fits_within(self, planned: Signature) -> bool:
+        """Whether a call needs no more than the planned one: the same tensors, none of them larger."""
+        if len(self.tensors) != len(planned.tensors) or self.autocast != planned.autocast:
+            return False
+        return all(
+            dtype == other_dtype and len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
+            for (shape, dtype), (other, other_dtype) in zip(self.tensors, planned.tensors, strict=True)
+        )
+
+    def difference(self, planned: Signature) -> str:
+        """What is other than planned, in words; empty where nothing is."""
+        if len(self.tensors) != len(planned.tensors):
+            return f"the call has {len(self.tensors)} tensors, the plan is for {len(planned.tensors)}"
+        for index, (now, then) in enumerate(zip(self.tensors, planned.tensors, strict=True)):
+            if now != then:
+                return f"tensor {index} of the call is {_form(now)}, the plan is for {_form(then)}"
+        if self.autocast != planned.autocast:
+            return f"autocast is {self.autocast or 'off'}, the plan is for {planned.autocast or 'off'}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"tensors": [[list(shape), dtype] for shape, dtype in self.tensors], "autocast": self.autocast}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Signature:
+        """The inverse of `to_dict`."""
+        try:
+            tensors = tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in values["tensors"])
+            return cls(tensors, str(values["autocast"]))
+        except (KeyError, TypeError, ValueError):
+            raise PlanError("signature is not well formed; was the file edited?") from None
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """What must be the same of a model and its machine for a plan to hold, each part by name."""
+    parameters = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    modules = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return {
+        "modules": _digest(modules),
+        "parameters": _digest(parameters),
+        "buffers": _digest(buffers),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _form(form: TensorForm) -> str:
+    return f"{list(form[0])} {form[1]}"
