@@ -18,6 +18,8 @@ from lowtide.files import read_json
 from lowtide.runtime.attach import check_legal, device_of, tier_for
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import StageNames
+from lowtide.runtime.compiled import CompiledUnits
+from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
@@ -27,7 +29,7 @@ from lowtide.runtime.sample import Sample
 from lowtide.runtime.signature import Signature, fingerprint
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
-from lowtide.solve import AUTO
+from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
 
 # Without a budget, this share of what is free stays free: for fragmentation and for what others take meanwhile.
@@ -52,7 +54,7 @@ def fit(
     loss: Callable[[Any], Any] | None = None,
     stages: StageNames | None = None,
     grads_resident: bool = False,
-    compile_stages: bool = False,
+    compile_stages: bool | Mapping[str, Any] = False,
     replan: bool = True,
     slots: int | None = None,
     strict: bool = False,
@@ -72,7 +74,8 @@ def fit(
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
-        compile_stages: compile each stage (`torch.compile`), and plan with the compiled ones.
+        compile_stages: compile each stage (`torch.compile`), and plan with the compiled ones; a mapping holds options
+            for `torch.compile`.
         replan: plan again for calls with larger shapes; False: other shapes are refused.
         slots: how finely strategies discretise memory.
         strict: compare what a repeated forward saves with the first, byte by byte; slow.
@@ -106,18 +109,25 @@ def fit(
         slots=slots,
         strict=strict,
         progress=progress,
+        compile_options=_compile_options(compile_stages),
     )
-    return _Fitting(model, settings, compile_stages=compile_stages).plan(Sample.of(sample), replan=replan)
+    return _Fitting(model, settings).plan(Sample.of(sample), replan=replan)
+
+
+def _compile_options(compile_stages: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    if not compile_stages:
+        return None
+    return {"dynamic": False, **(compile_stages if isinstance(compile_stages, Mapping) else {})}
 
 
 class _Fitting:
     """One `fit`: makes the first part of a plan, parts for other shapes, and corrects what a real step shows."""
 
-    def __init__(self, model: nn.Module, settings: Settings, *, compile_stages: bool) -> None:
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model
         self._settings = settings
         self._device = device_of(model)
-        self._compile = compile_stages
+        self._compiled: CompiledUnits | None = None
         self._planned: Planned | None = None
         self._corrected = False
 
@@ -128,6 +138,7 @@ class _Fitting:
             lambda handler: self.part(sample, handler),
             replan=self._another if replan else None,
             watch=self._watch if self._device.type == "cuda" else None,
+            undo=self._undo,
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -137,9 +148,19 @@ class _Fitting:
         """Plan for one signature of calls."""
         with preserved(self._model):
             self._model.train()
-            planned = plan_for(self._model, sample, self._settings)
+            self._undo()
+            planned, compiled = plan_for(self._model, _apart(sample), self._settings)
+            options = self._settings.compile_options
+        if compiled is not None and options is not None:
+            compiled.remove()  # those were for measuring; `preserved` has taken them away
+            self._compiled = CompiledUnits(self._model, planned.split, options)
         self._planned = planned
         return self._part(planned, Signature.of(sample.args, sample.kwargs, self._device.type), handler)
+
+    def _undo(self) -> None:
+        if self._compiled is not None:
+            self._compiled.remove()
+            self._compiled = None
 
     def _part(self, planned: Planned, signature: Signature | None, handler: Handler) -> Part:
         return Part(
@@ -175,12 +196,20 @@ class _Fitting:
         try:
             better = solution_for(chain, self._settings)
         except InfeasibleBudgetError as error:
-            raise InfeasibleBudgetError(
-                f"after a real step: {error}", minimum_bytes=error.minimum_bytes
-            ) from None
+            raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
         self._planned = replace(self._planned, solution=resimulated(better, chain))
         plan.use(self._part(self._planned, plan.signature, plan.handler))
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def _apart(sample: Sample) -> Sample:
+    """The same call with tensors of its own over the same memory: gradients of a rehearsal are nobody else's."""
+
+    def encode(tensor: torch.Tensor) -> Held:
+        return Held(tensor.detach().requires_grad_(tensor.requires_grad))
+
+    args, kwargs = build(template((sample.args, dict(sample.kwargs)), encode), [])
+    return Sample(args, kwargs)
 
 
 def _default_budget(device: torch.device) -> int:
@@ -193,9 +222,7 @@ def _default_budget(device: torch.device) -> int:
     return int(available * (1 - _RESERVE))
 
 
-def load_plan(
-    path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None
-) -> Plan:
+def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
     """Attach a plan that was saved with `plan.save`.
 
     Args:
@@ -214,9 +241,7 @@ def load_plan(
         raise PlanError(f"{os.fspath(path)}: {error}") from None
 
 
-def plan_from_dict(
-    values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None
-) -> Plan:
+def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
     if not isinstance(values, Mapping):
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")

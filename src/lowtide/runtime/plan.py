@@ -83,6 +83,7 @@ class Plan:
         make: makes the first part, given who is to be called in place of the model.
         replan: makes a part for calls of another signature; None: they are refused, where the first part has one.
         watch: called before each step with the number of steps so far; may change the plan.
+        undo: called when the plan is detached.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Plan:
         *,
         replan: Replan | None = None,
         watch: Callable[[Plan, int], None] | None = None,
+        undo: Callable[[], None] | None = None,
     ) -> None:
         previous = attached_plan(model)
         if previous is not None:
@@ -99,6 +101,7 @@ class Plan:
         self.model = model
         self._replan = replan
         self._watch = watch
+        self._undo = undo
         self._part = make(self._call)
         self._others: OrderedDict[Signature, Part] = OrderedDict()
         self._part.execution.install()
@@ -171,7 +174,13 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_text(
-            type(self.model).__name__, self.schedule, self.split, self.chain, self.memory_budget, self.stats(), self.notes
+            type(self.model).__name__,
+            self.schedule,
+            self.split,
+            self.chain,
+            self.memory_budget,
+            self.stats(),
+            self.notes,
         )
 
     def __repr__(self) -> str:
@@ -185,6 +194,8 @@ class Plan:
         if self._attached:
             self._attached = False
             self._part.execution.remove()
+            if self._undo is not None:
+                self._undo()
 
     def __enter__(self) -> Plan:
         return self
@@ -229,8 +240,15 @@ class Plan:
             self.use(self._others.pop(signature))
         elif not signature.fits_within(planned):
             fitting = next((s for s in self._others if signature.fits_within(s)), None)
-            part = self._replan(args, kwargs, self._call) if fitting is None else self._others.pop(fitting)
-            self.use(part)
+            self.use(self._planned_again(args, kwargs) if fitting is None else self._others.pop(fitting))
+
+    def _planned_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+        assert self._replan is not None
+        self._part.execution.remove()  # measuring looks at the model as it is
+        try:
+            return self._replan(args, kwargs, self._call)
+        finally:
+            self._part.execution.install()
 
     # Files
 

@@ -16,9 +16,10 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import tier_for
 from lowtide.runtime.capture import StageNames
+from lowtide.runtime.compiled import CompiledUnits
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
-from lowtide.runtime.measure import capture_and_measure
+from lowtide.runtime.measure import capture_and_measure, measure_split
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
@@ -51,6 +52,7 @@ class Settings:
     slots: int | None
     strict: bool
     progress: Callable[[str, float], None] | None
+    compile_options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +76,37 @@ class Planned:
         return Execution(model, self.split, schedule, self.chain, tier, handler, strict=settings.strict)
 
 
-def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> Planned:
+def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledUnits | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off."""
-    split, chain = capture_and_measure(
-        model,
-        sample,
-        stages=settings.stages,
-        loss=settings.loss,
-        optimizer=settings.optimizer,
-        grads_resident=settings.grads_resident,
-        progress=settings.progress,
-    )
+    options: dict[str, Any] = {
+        "loss": settings.loss,
+        "optimizer": settings.optimizer,
+        "grads_resident": settings.grads_resident,
+        "progress": settings.progress,
+    }
+    split, chain = capture_and_measure(model, sample, stages=settings.stages, **options)
+    compiled = None
+    if settings.compile_options is not None:
+        compiled = CompiledUnits(model, split, settings.compile_options)
+        chain = measure_split(model, split, sample, **options)
+    return _rehearsed(model, sample, split, chain, settings), compiled
+
+
+def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
+    """The fastest schedule that a trial step has shown to stay within the budget."""
     best: Planned | None = None
     notes: list[str] = []
+    unknown_bytes = _unknown_loss_bytes(chain, settings)
+    if unknown_bytes:
+        chain = dataclasses.replace(chain, base_bytes=chain.base_bytes + unknown_bytes)
+        notes.append(
+            f"the loss is not known (loss=): {format_bytes(unknown_bytes)}, a copy of the result, are left for it"
+        )
     for _ in range(_MOST_REHEARSALS):
         solution = solution_for(chain, settings)
         planned = Planned(split, solution, None, tuple(notes))
         measured = rehearsed_peak(model, sample, planned, settings)
+        measured += unknown_bytes
         planned = dataclasses.replace(planned, rehearsed_peak_bytes=measured)
         off = measured - solution.peak_bytes
         fits = measured <= settings.memory_budget
@@ -113,6 +129,14 @@ def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> Planned:
             minimum_bytes=least,
         )
     return best
+
+
+def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:
+    """Room for a loss that the caller computes and did not hand over: most make one more tensor like the result.
+
+    A result that is a loss already is a number, whose gradient is a few bytes.
+    """
+    return chain.gradient_bytes(chain.num_stages) if settings.loss is None else 0
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:
@@ -172,6 +196,7 @@ def rehearsed_peak(model: nn.Module, sample: Sample, planned: Planned, settings:
     execution = planned.execution(model, settings, call)
     holder.append(execution)
     gc.collect()
+    set_aside_bytes = _gradient_bytes(model)
     with preserved(model), torch.enable_grad():
         execution.install()
         try:
@@ -182,7 +207,7 @@ def rehearsed_peak(model: nn.Module, sample: Sample, planned: Planned, settings:
         finally:
             execution.remove()
             holder.clear()
-    return peak + _state_to_come(model, settings.optimizer)
+    return peak - set_aside_bytes + _state_to_come(model, settings.optimizer)
 
 
 def _one_step(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None) -> None:
@@ -202,5 +227,8 @@ def _set_gradients(model: nn.Module, *, resident: bool) -> None:
 def _state_to_come(model: nn.Module, optimizer: Optimizer) -> int:
     trainable = [p for p in model.parameters() if p.requires_grad]
     planned = sum(optimizer_state_bytes(optimizer, trainable).values())
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in trainable if p.grad is not None)
-    return max(0, planned - (existing_state_bytes(model, optimizer) - gradients))
+    return max(0, planned - (existing_state_bytes(model, optimizer) - _gradient_bytes(model)))
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)

@@ -1,0 +1,224 @@
+"""`lowtide.fit`: within the budget, the same numbers, plans that are kept, saved, refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from tests.runtime import models
+from tests.runtime.training import assert_equal, batches, train
+from torch import nn
+
+import lowtide
+from lowtide.runtime.meter import Meter
+
+SHAPE = (512, 32)
+
+
+def deep(depth: int = 8, width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(block(width) for _ in range(depth)))
+
+
+def block(width: int) -> nn.Sequential:
+    wide = 4 * width
+    return nn.Sequential(
+        nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.Dropout(0.1), nn.LayerNorm(width)
+    )
+
+
+def peak_of_steps(model: nn.Module, inputs: list[torch.Tensor]) -> int:
+    """The peak of all live tensors over whole steps, the optimizer's included."""
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    gc.collect()
+    with Meter("cpu") as meter:
+        for x in inputs:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return meter.peak_bytes
+
+
+@pytest.fixture(scope="module")
+def plain_peak() -> int:
+    return peak_of_steps(deep(), batches(SHAPE, 3))
+
+
+@pytest.mark.parametrize("share", [1.3, 0.7, 0.5])
+def test_the_budget_holds_over_whole_steps_with_equal_numbers(plain_peak, share):
+    budget = int(plain_peak * share) + 4096
+    model = deep()
+    with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget=budget, bandwidth=0, optimizer="adam") as plan:
+        assert plan.stats().predicted_peak_bytes <= budget
+        peak = peak_of_steps(model, batches(SHAPE, 3))
+        assert peak <= budget
+        assert plan.stats().predicted_peak_bytes == pytest.approx(plan.stats().measured_peak_bytes, rel=0.05)
+        assert (plan.stats().recomputed_per_step > 0) == (share < 1)
+    model = deep()
+    with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget=budget, bandwidth=0):
+        assert_equal(train(model, batches(SHAPE, 3)), train(deep(), batches(SHAPE, 3)))
+
+
+def test_fitting_leaves_no_trace():
+    model, twin = models.stages_of_every_kind(), models.stages_of_every_kind()
+    for each in (model, twin):
+        each[3] = nn.Identity()  # what depends on earlier calls cannot be measured
+    model.eval()
+    state = torch.get_rng_state()
+    plan = lowtide.fit(model, batches((6, models.WIDTH), 1)[0], memory_budget="1GiB", bandwidth=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    model.train()
+    assert_equal(train(model, batches((6, models.WIDTH), 2)), train(twin, batches((6, models.WIDTH), 2)))
+    plan.detach()
+
+
+def test_a_budget_too_small_is_refused_with_the_least():
+    model, x = deep(), batches(SHAPE, 1)[0]
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, bandwidth=0)
+    least = caught.value.minimum_bytes
+    assert str(least) in str(caught.value)
+    assert "_compiled_call_impl" not in vars(model)
+    with lowtide.fit(model, x, memory_budget=int(least * 1.05), bandwidth=0):
+        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+
+
+def test_other_shapes(plain_peak):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    budget = int(plain_peak * 0.7)
+    plan = lowtide.fit(model, x, memory_budget=budget, bandwidth=0)
+    inputs = [x, x[:20], torch.cat([x, x[:8]]), x, x[:7]]
+    assert_equal(train(model, inputs), train(deep(), inputs))
+    assert plan.num_shapes == 2  # smaller ones run under the plan of a larger one
+    plan = lowtide.fit(model, x, memory_budget=budget, bandwidth=0, replan=False)
+    with pytest.raises(lowtide.PlanError, match=r"\[20, 32\] float32, the plan is for \[512, 32\] float32"):
+        model(x[:20])
+    model.eval()
+    model(x[:20])
+    plan.detach()
+
+
+def test_fitting_twice_replaces_the_plan(plain_peak):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    first = lowtide.fit(model, x, memory_budget=plain_peak * 2, bandwidth=0)
+    second = lowtide.fit(model, x, memory_budget=int(plain_peak * 0.7), bandwidth=0)
+    assert not first.is_attached
+    assert second.is_attached
+    assert first.schedule != second.schedule
+
+
+def test_it_can_be_printed(plain_peak):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    with lowtide.fit(model, x, memory_budget=int(plain_peak * 0.7), bandwidth=0) as plan:
+        text = str(plan)
+        assert "8 x" not in text
+        assert "budget" in text
+        assert "recomputed" in text
+        model(x).sum().backward()
+        assert "(1 steps)" in str(plan)
+        assert "attached" in repr(plan)
+
+
+def test_models_with_glue_and_a_loss_inside():
+    ids = torch.randint(0, 13, (4, 16), generator=torch.Generator().manual_seed(1))
+    plain, model = models.tangle(width=32, depth=4), models.tangle(width=32, depth=4)
+    sample = {"ids": ids, "labels": ids}
+    budget = "1GiB"
+    for _ in range(2):
+        with lowtide.fit(model, sample, memory_budget=budget, bandwidth=0) as plan:
+            for each in (plain, model):
+                torch.manual_seed(0)
+                each.zero_grad()
+                each(ids, labels=ids)["loss"].backward()
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                assert p.grad is None or torch.equal(p.grad, q.grad), name
+            budget = int(plan.stats().predicted_peak_bytes * 0.9)
+    assert plan.stats().recomputed_per_step > 0
+
+
+# Files
+
+
+@pytest.fixture
+def saved(tmp_path, plain_peak):
+    model = deep()
+    with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget=int(plain_peak * 0.7), bandwidth=0) as plan:
+        plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json", plan
+
+
+def test_a_plan_can_be_saved_and_loaded(saved):
+    path, plan = saved
+    model = deep()
+    with lowtide.load_plan(path, model) as loaded:
+        assert loaded.schedule == plan.schedule
+        assert loaded.memory_budget == plan.memory_budget
+        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+        with pytest.raises(lowtide.PlanError, match=r"\[600, 32\]"):
+            model(torch.zeros(600, 32))
+
+
+def test_plans_for_something_else_are_refused(saved):
+    path, _ = saved
+    with pytest.raises(lowtide.PlanError, match=r"plan\.json: the model's modules"):
+        lowtide.load_plan(path, deep(depth=7))
+    with pytest.raises(lowtide.PlanError, match="parameters"):
+        lowtide.load_plan(path, deep(width=16))
+    values = json.loads(path.read_text())
+    values["model"]["device"] = "NVIDIA H200"
+    path.write_text(json.dumps(values))
+    with pytest.raises(lowtide.PlanError, match=r"device 'NVIDIA H200'.*'cpu'"):
+        lowtide.load_plan(path, deep())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[1, 2]",
+        lambda text: text.replace("lowtide.plan/1", "lowtide.plan/2"),
+        lambda text: text.replace('"operations"', '"operation"'),
+        lambda text: text.replace('"backward"', '"backwards"', 1),
+        lambda text: text.replace('"units"', '"unit"', 1),
+        lambda text: text.replace('"saved_bytes"', '"saved"', 1),
+        lambda text: text.replace('"memory_budget": ', '"memory_budget": -'),
+        lambda text: text.replace('"tensors"', '"tensor"', 1),
+    ],
+)
+def test_broken_files_are_one_line(saved, edit):
+    path, _ = saved
+    model = deep()
+    path.write_text(edit(path.read_text()))
+    with pytest.raises(lowtide.PlanError) as caught:
+        lowtide.load_plan(path, model)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "_compiled_call_impl" not in vars(model)
+
+
+def test_garbage_and_missing_files(tmp_path):
+    (tmp_path / "garbage").write_bytes(bytes(range(256)) * 100)
+    for name in ("garbage", "missing"):
+        with pytest.raises(lowtide.PlanError, match=name):
+            lowtide.load_plan(tmp_path / name, deep())
+
+
+def test_compiled_stages_give_what_the_compiled_model_gives(plain_peak):
+    options = {"backend": "aot_eager"}
+    plain, model = deep(), deep()
+    for each in plain:
+        each.compile(dynamic=False, **options)
+    stages = [str(k) for k in range(len(model))]
+    budget = int(plain_peak * 0.8)
+    x = batches(SHAPE, 1)[0]
+    with lowtide.fit(model, x, memory_budget=budget, bandwidth=0, stages=stages, compile_stages=options) as plan:
+        assert_equal(train(model, batches(SHAPE, 2)), train(plain, batches(SHAPE, 2)))
+        assert plan.stats().recomputed_per_step > 0
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
