@@ -35,8 +35,8 @@ from lowtide.trace import Trace
 if TYPE_CHECKING:
     from lowtide.runtime.attach import attach
     from lowtide.runtime.executor import is_recomputing
-    from lowtide.runtime.measure import measure
     from lowtide.runtime.fit import fit, load_plan
+    from lowtide.runtime.measure import measure
     from lowtide.runtime.plan import Plan
 
 # What imports torch is imported when it is first used.
@@ -83,8 +83,8 @@ __all__ = [
     "compare",
     "fit",
     "is_recomputing",
-    "measure",
     "load_plan",
+    "measure",
     "select",
     "simulate",
     "solve",

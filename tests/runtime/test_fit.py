@@ -222,3 +222,12 @@ def test_compiled_stages_give_what_the_compiled_model_gives(plain_peak):
         assert_equal(train(model, batches(SHAPE, 2)), train(plain, batches(SHAPE, 2)))
         assert plan.stats().recomputed_per_step > 0
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_the_steps_by_themselves(plain_peak):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    chain = lowtide.Chain.from_dict(json.loads(json.dumps(lowtide.measure(model, x).to_dict())))
+    solution = lowtide.solve(chain, memory_budget=int(plain_peak * 0.7), strategy="rotor", manage_weights=False)
+    with lowtide.attach(model, solution) as plan:
+        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+        assert plan.stats().recomputed_per_step > 0

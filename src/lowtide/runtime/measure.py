@@ -224,6 +224,7 @@ def _provenance(
         "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
         "num_kinds": len({stage.kind for stage in split.stages}),
         "held_bytes": split.held_bytes,
+        "split": split.to_dict(),  # `lowtide.attach` finds the stages by it
         "spread_seconds": [[f.forward.spread_seconds, f.backward.spread_seconds] for f in figures],
         "device_seconds": [[f.forward.seconds, f.backward.seconds] for f in figures],
         "launch_seconds": [[f.forward.launch_seconds, f.backward.launch_seconds] for f in figures],
