@@ -54,8 +54,23 @@ def check_gradients(
     staged = StagedModel(model, split, called, loss)
     with preserved(model):
         again = _gradients(model, called, staged.record())
-    with preserved(model), torch.enable_grad():
-        plain = _gradients(model, called, staged.target(called.with_keywords(split.call_keywords).call(model)))
+    return _compared(_plain_gradients(staged, called), again)
+
+
+def plain_noise(model: nn.Module, split: Split, sample: Any, *, loss: Callable[[Any], Any] | None = None) -> float:
+    """How far the gradients of two plain steps lie apart, relative to their largest entry."""
+    called = Sample.of(sample)
+    staged = StagedModel(model, split, called, loss)
+    return _compared(_plain_gradients(staged, called), _plain_gradients(staged, called)).largest_difference
+
+
+def _plain_gradients(staged: StagedModel, sample: Sample) -> dict[str, torch.Tensor]:
+    with preserved(staged.model), torch.enable_grad():
+        target = staged.target(sample.with_keywords(staged.split.call_keywords).call(staged.model))
+        return _gradients(staged.model, sample, target)
+
+
+def _compared(plain: dict[str, torch.Tensor], again: dict[str, torch.Tensor]) -> GradientCheck:
     different = [name for name in plain.keys() | again.keys() if not _equal(plain.get(name), again.get(name))]
     largest = max((_difference(plain.get(name), again.get(name)) for name in different), default=0.0)
     return GradientCheck(len(plain), tuple(sorted(different)), largest)
