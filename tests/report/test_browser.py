@@ -8,9 +8,9 @@ from importlib.resources import files
 
 import pytest
 from tests.report.browser import ARTEFACTS, find_chromium, words
-from tests.report.chains import periodic_survey, small_chain
+from tests.report.chains import bare_survey, periodic_survey, small_chain
 
-from lowtide import Chain
+from lowtide import Chain, Stage
 from lowtide.report.page import render
 from lowtide.report.timeline import spans
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
@@ -250,3 +250,17 @@ def test_what_cannot_be_unpacked_is_said(browser, moving_file, tmp_path):
     tab.call("Page.navigate", url=path.as_uri())
     tab.wait("document.getElementById('failure')?.hidden === false")
     assert "This page cannot be drawn" in tab.text("#failure")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-7])
+def test_a_chain_of_one_stage_and_no_time_is_drawn(seconds, browser, tmp_path):
+    path = tmp_path / "one.html"
+    path.write_text(render(bare_survey(Chain("one", [Stage("a", seconds, seconds, output_bytes=1, saved_bytes=2)]))))
+    tab = browser.open(path)
+    tab.click("#over label:last-of-type")
+    tab.click("#zoom-in")
+    assert tab.complaints() == []
+    shown = tab.evaluate("document.getElementById('page').innerText")
+    assert "Fits in" in shown
+    assert not re.search("NaN|Infinity|undefined", shown)
+    assert not re.search("NaN|Infinity|undefined", tab.evaluate("document.getElementById('page').innerHTML"))
