@@ -20,6 +20,7 @@ from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import StageNames
 from lowtide.runtime.compiled import CompiledUnits
 from lowtide.runtime.containers import Held, build, template
+from lowtide.runtime.distributed import is_distributed, is_first, share
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
@@ -111,7 +112,24 @@ def fit(
         progress=progress,
         compile_options=_compile_options(compile_stages),
     )
-    return _Fitting(model, settings).plan(Sample.of(sample), replan=replan)
+    fitting = _Fitting(model, settings)
+    if not is_distributed():
+        return fitting.plan(Sample.of(sample), replan=replan)
+    return _shared(fitting, Sample.of(sample), model)
+
+
+def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
+    """Rank 0's plan on every rank. Ranks may see different shapes, so all shapes run under the one schedule."""
+    values: dict[str, Any] | None = None
+    if is_first():
+        try:
+            with fitting.plan(sample, replan=False) as plan:
+                values = {**plan.to_dict(), "signature": None}
+        except BaseException:
+            share(None, device_of(model))
+            raise
+    options = fitting.settings
+    return plan_from_dict(share(values, device_of(model)), model, host_memory_budget=options.host_memory_budget)
 
 
 def _compile_options(compile_stages: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -125,7 +143,7 @@ class _Fitting:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model
-        self._settings = settings
+        self.settings = settings
         self._device = device_of(model)
         self._compiled: CompiledUnits | None = None
         self._planned: Planned | None = None
@@ -149,8 +167,8 @@ class _Fitting:
         with preserved(self._model):
             self._model.train()
             self._undo()
-            planned, compiled = plan_for(self._model, _apart(sample), self._settings)
-            options = self._settings.compile_options
+            planned, compiled = plan_for(self._model, _apart(sample), self.settings)
+            options = self.settings.compile_options
         if compiled is not None and options is not None:
             compiled.remove()  # those were for measuring; `preserved` has taken them away
             self._compiled = CompiledUnits(self._model, planned.split, options)
@@ -164,10 +182,10 @@ class _Fitting:
 
     def _part(self, planned: Planned, signature: Signature | None, handler: Handler) -> Part:
         return Part(
-            planned.execution(self._model, self._settings, handler),
+            planned.execution(self._model, self.settings, handler),
             signature,
-            self._settings.memory_budget,
-            self._settings.bandwidth,
+            self.settings.memory_budget,
+            self.settings.bandwidth,
             planned.rehearsed_peak_bytes,
             planned.notes,
         )
@@ -179,7 +197,7 @@ class _Fitting:
         """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""
         if not 1 <= num_steps <= _NUM_WATCHED or self._corrected or self._planned is None:
             return
-        peak, budget = torch.cuda.max_memory_allocated(self._device), self._settings.memory_budget
+        peak, budget = torch.cuda.max_memory_allocated(self._device), self.settings.memory_budget
         if peak <= budget:
             return
         self._corrected = True
@@ -194,7 +212,7 @@ class _Fitting:
         )
         chain = replace(solution.chain, base_bytes=max(0, solution.chain.base_bytes + more))
         try:
-            better = solution_for(chain, self._settings)
+            better = solution_for(chain, self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
         self._planned = replace(self._planned, solution=resimulated(better, chain))

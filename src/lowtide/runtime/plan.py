@@ -15,12 +15,14 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import PlanError
 from lowtide.files import write_json
+from lowtide.report.text import chart_text
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
 from lowtide.runtime.plan_text import plan_text
 from lowtide.runtime.signature import Signature, fingerprint
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
+from lowtide.simulate import simulate
 
 FORMAT = "lowtide.plan/1"
 
@@ -173,7 +175,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return plan_text(
+        text = plan_text(
             type(self.model).__name__,
             self.schedule,
             self.split,
@@ -182,6 +184,10 @@ class Plan:
             self.stats(),
             self.notes,
         )
+        if self.chain is None:
+            return text
+        trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
+        return f"{text}\n\n{chart_text(trace, memory_budget=self.memory_budget)}"
 
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"

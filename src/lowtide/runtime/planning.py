@@ -33,6 +33,9 @@ from lowtide.units import format_bytes
 # A prediction that is off by more than this is corrected; it is what the documentation promises.
 _TOLERANCE = 0.05
 
+# A gradient no larger than this is that of a single number, a loss: the largest dtype has 16 bytes.
+_LARGEST_NUMBER_BYTES = 16
+
 # Each correction may choose another schedule; after these, the best that was seen to stay within the budget is taken.
 _MOST_REHEARSALS = 3
 
@@ -136,7 +139,8 @@ def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:
 
     A result that is a loss already is a number, whose gradient is a few bytes.
     """
-    return chain.gradient_bytes(chain.num_stages) if settings.loss is None else 0
+    num_bytes = chain.gradient_bytes(chain.num_stages)
+    return num_bytes if settings.loss is None and num_bytes > _LARGEST_NUMBER_BYTES else 0
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:

@@ -1,0 +1,72 @@
+"""Fine-tune a language model with transformers' Trainer within a memory budget.
+
+    python examples/trainer_finetuning.py --model gpt2 --budget 6GiB
+    python examples/trainer_finetuning.py --tiny                       # random weights, no download
+
+The Trainer is used as always: the plan is attached to the model before it is handed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import lowtide
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Made-up text: counting upwards from a random number."""
+
+    def __init__(self, length: int, vocabulary: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        starts = torch.randint(0, vocabulary, (size, 1), generator=generator)
+        self.tokens = (starts + torch.arange(length)) % vocabulary
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt2", help="a causal language model of the hub")
+    parser.add_argument("--budget", help='bytes, such as "6GiB"; left out: what is free')
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.tiny:
+        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=32))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(arguments.model)
+    batch, length = (4, 16) if arguments.tiny else (8, 512)
+    device = "cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu"
+    model.to(device)
+    data = Sentences(length, model.config.vocab_size, 4 * batch)
+    tokens = torch.stack([data[k]["input_ids"] for k in range(batch)]).to(device)
+
+    plan = lowtide.fit(
+        model, {"input_ids": tokens, "labels": tokens}, memory_budget=arguments.budget, optimizer="adamw"
+    )
+    print(plan)
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder,
+            per_device_train_batch_size=batch,
+            max_steps=3,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=device == "cpu",
+            save_strategy="no",
+        )
+        Trainer(model, settings, train_dataset=data).train()
+    print(plan.stats())
+
+
+if __name__ == "__main__":
+    main()

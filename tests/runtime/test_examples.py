@@ -1,0 +1,51 @@
+"""The examples run, on sizes that take a few seconds each, where the library that they show is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> str:
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_demo(tmp_path):
+    text = run("examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"))
+    assert "equal" in text
+    assert "DIFFERENT" not in text
+    assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+
+
+def test_the_image_classifier():
+    assert "step 2: loss" in run("examples/image_classifier.py", "--tiny", "--budget", "1GiB")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="transformers' Trainer needs accelerate")
+def test_the_trainer():
+    assert "Stats(num_steps=3" in run("examples/trainer_finetuning.py", "--tiny", "--budget", "1GiB")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
+def test_the_lightning_module():
+    assert "Stats(num_steps=3" in run("examples/lightning_module.py", "--tiny", "--budget", "1GiB")
+
+
+def test_data_parallel_training():
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
+    text = run(*command, "examples/ddp.py", "--tiny", "--budget", "1GiB")
+    assert text.count("step 2: loss") == 2
+    assert text.count("lowtide plan") == 1
