@@ -12,7 +12,7 @@ from tests.runtime import awkward
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import CaptureError, Chain
+from lowtide import CaptureError, Chain, zoo
 from lowtide.runtime.measure import capture_and_measure, measure
 from lowtide.runtime.measure_stages import StagedModel
 from lowtide.runtime.measure_time import Timing, paced
@@ -84,7 +84,9 @@ EXACT = {
     "transformer": lambda: (awkward.Transformerlike(), torch.randn(16, 16, 8)),
     "auxiliary": lambda: (awkward.Auxiliary(), torch.randn(16, 16, 16)),
 }
+SMALL_GPT = {"batch": 2, "length": 16, "layers": 2, "width": 32, "heads": 2, "vocabulary": 100}
 NEAR = {
+    "variables that outlive their use": lambda: zoo.make("gpt2", **SMALL_GPT),
     "in place": lambda: (awkward.InplaceResnet(), torch.randn(4, 3, 32, 32)),
     "dense": lambda: (awkward.Dense(6), torch.randn(4, 3, 16, 16)),
     "encoder-decoder": lambda: (awkward.EncoderDecoder(), (torch.randn(16, 16, 8), torch.randn(16, 16, 8))),

@@ -29,6 +29,7 @@ class StageFigures:
         forward_extra_bytes: the peak of a forward beyond what it leaves.
         backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its inputs.
         largest_weight_grad_bytes: the largest gradient of one parameter.
+        own_held_bytes: tensors that it makes and that are held.
         parameters: the names of those that its backward reaches.
         held: the origins of the held tensors whose gradients its backward adds to.
         forward: time of a forward that saves all.
@@ -41,6 +42,7 @@ class StageFigures:
     forward_extra_bytes: int
     backward_peak_bytes: int
     largest_weight_grad_bytes: int
+    own_held_bytes: int
     parameters: tuple[str, ...]
     held: tuple[tuple[int, int], ...]
     forward: Timing
@@ -65,8 +67,7 @@ def measured_stages(
     progress: Progress | None,
 ) -> tuple[list[StageFigures], int]:
     """The figures of each stage, and the bytes held on top of the chain: tensors and their gradients."""
-    staged = StagedModel(model, split, sample, loss)
-    staged.record()
+    staged = _recorded(model, split, sample, loss, device)
     measurer = _Measurer(staged, device)
     figures: list[StageFigures] = []
     of_kind: dict[str, StageFigures] = {}
@@ -78,9 +79,22 @@ def measured_stages(
         figure = measurer.measured(k, inputs) if known is None else measurer.like(known, k, inputs)
         if stage.kind:
             of_kind[stage.kind] = figure
-        figures.append(figure)
+        figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
     return figures, _held_bytes(staged, figures)
+
+
+def _recorded(
+    model: nn.Module, split: Split, sample: Sample, loss: Callable[[Any], Any] | None, device: torch.device
+) -> StagedModel:
+    if device.type == "cuda":  # what the first run of all makes and keeps, such as workspaces, is not a stage's
+        StagedModel(model, split, sample, loss).record()
+    staged = StagedModel(model, split, sample, loss)
+    with Meter(device, search=False) as meter:
+        for tensor in (*model.parameters(), *model.buffers(), *sample.tensors()):
+            meter.see(tensor)
+        staged.record(meter)
+    return staged
 
 
 class _Measurer:
@@ -115,6 +129,12 @@ class _Measurer:
             run = self._forward(k, self._staged.leaves(k, inputs))
         parameters, held = self._reached(k, leaves_behind(run.starts))
         return replace(figure, parameters=parameters, held=held)
+
+    def with_first_peak(self, figure: StageFigures, k: int) -> StageFigures:
+        """The figures with the peak of the model's own run where that is higher."""
+        left_bytes = figure.saved_bytes if k == self._staged.num_stages else figure.output_bytes
+        extra_bytes = self._staged.first_peak_bytes[k - 1] - left_bytes - figure.own_held_bytes
+        return replace(figure, forward_extra_bytes=max(figure.forward_extra_bytes, extra_bytes))
 
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
@@ -173,6 +193,7 @@ class _Measurer:
             max(0, extra_bytes),
             max(0, backward_bytes - input_grad_bytes),
             largest_bytes,
+            held_bytes,
             parameters,
             held,
             NOTHING,

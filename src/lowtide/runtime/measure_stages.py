@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, template, tensors_of
+from lowtide.runtime.meter import Meter
 from lowtide.runtime.replay import RecordedStage, Recording
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split, StageSplit
@@ -54,16 +55,26 @@ class StagedModel:
         self._buffers = [_buffers_of(model, stage) for stage in split.stages]
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
+        self._meter: Meter | None = None
+        self._start_bytes = 0
+        self.first_peak_bytes: list[int] = []
+        """The peak of each stage in the model's own run, beyond what was there when it began."""
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         """The tensors held for the whole chain, by the stage that made them and their number there."""
 
-    def record(self) -> list[torch.Tensor]:
-        """Run the model; returns where backward starts, with its graph."""
+    def record(self, meter: Meter | None = None) -> list[torch.Tensor]:
+        """Run the model; returns where backward starts, with its graph.
+
+        With a meter, the peak of each stage is noted as the model's own code makes it, whose variables live longer than
+        a stage that is run again needs them; the last stage then keeps what it saves, as it always does.
+        """
+        self._meter = meter
         recording = Recording(self.model, self.split, on_stage=self._begin)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             with recording:
                 result = self._sample.call(self.model)
             target = self.target(result)
+            self._note_peak()
         self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
@@ -77,15 +88,29 @@ class StagedModel:
         return target
 
     def _begin(self, k: int) -> None:
-        self._stage = min(k, self.num_stages)
-        if k <= self.num_stages:
-            self._generators.append(_Generators())
+        if k > self.num_stages:
+            return  # what the caller does with the result is part of the last stage
+        if k > 1:
+            self._note_peak()
+        self._stage = k
+        self._generators.append(_Generators())
+        if self._meter is not None:
+            self._meter.reset_peak()
+            self._start_bytes = self._meter.live_bytes
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def _note_peak(self) -> None:
+        if self._meter is not None:
+            self.first_peak_bytes.append(self._meter.peak_bytes - self._start_bytes)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[int, int] | torch.Tensor:
         self._saved[self._stage].append((tensor.shape, tensor.dtype))
+        if self._meter is not None and self._stage == self.num_stages:
+            return self._meter.see(tensor.detach())  # an output that its own node held would never die
         return self._stage, len(self._saved[self._stage]) - 1
 
-    def _unpack(self, place: tuple[int, int]) -> torch.Tensor:
+    def _unpack(self, place: tuple[int, int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(place, torch.Tensor):
+            return place
         k, index = place
         if k not in self._saved_again:
             self._saved_again[k] = self._run_for_backward(k)
