@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,7 +154,7 @@ def measure_split(
     base_bytes = start_bytes - there_bytes + kept_bytes + held_bytes + outside.weight_grad_bytes
     return Chain(
         name or type(model).__name__,
-        tuple(_stages(split, figures, weights, grads_resident)),
+        tuple(_stages(model, split, figures, weights, readers, grads_resident)),
         input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
         base_bytes=max(0, base_bytes + outside.optimizer_bytes),
         grads_resident=grads_resident,
@@ -186,13 +186,21 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 def _stages(
-    split: Split, figures: Sequence[StageFigures], weights: Sequence[StageWeights], grads_resident: bool
+    model: nn.Module,
+    split: Split,
+    figures: Sequence[StageFigures],
+    weights: Sequence[StageWeights],
+    readers: Mapping[str, int],
+    grads_resident: bool,
 ) -> list[Stage]:
     n = split.num_stages
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     seconds = paced([*(f.forward for f in figures), *(f.backward for f in reversed(figures))])
     stages = []
     for k, (entry, figure, weight) in enumerate(zip(split.stages, figures, weights, strict=True), start=1):
         extra_bytes = max(0, figure.backward_peak_bytes - weight.weight_grad_bytes)
+        # a gradient that a later stage has made already is added to in a third place, autograd's sum of the two
+        extra_bytes += max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
         if grads_resident:  # each new gradient stands beside the old one until it is added to it
             extra_bytes += figure.largest_weight_grad_bytes
         stages.append(
