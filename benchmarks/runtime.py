@@ -1,0 +1,217 @@
+"""What training under a plan costs: time and peak beside plain training, in one run.
+
+    python -m benchmarks.runtime --output runtime.json            # the two networks of the table, on a GPU, 6 minutes
+    python -m benchmarks.runtime --tiny                           # a minute anywhere, to see that it works
+
+For each network: plain training, the same through lowtide with everything stored (what the executor itself costs), then
+several budgets, by recomputation alone and (where there is a link) with offloading; predicted against measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.runtime.bandwidth import measured_bandwidth
+from lowtide.runtime.capture import capture
+from lowtide.runtime.compiled import CompiledUnits
+from lowtide.runtime.measure import capture_and_measure, measure_split
+from lowtide.runtime.meter import Meter
+from lowtide.units import format_bytes, format_seconds
+from lowtide.zoo import make
+
+NUM_WARM, NUM_TIMED = 3, 9
+
+
+@dataclass
+class Network:
+    """A network of the zoo and how it is run."""
+
+    name: str
+    zoo: str
+    sizes: dict[str, int]
+    dtype: str
+    compiled: bool
+    budgets: list[float]  # shares of the plain peak
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    network: str
+    way: str
+    budget_bytes: int | None = None
+    seconds: float | None = None
+    peak_bytes: int | None = None
+    predicted_seconds: float | None = None
+    predicted_peak_bytes: int | None = None
+    strategy: str = ""
+    num_stages: int | None = None
+    recomputed: float | None = None
+    moved_bytes: float | None = None
+    note: str = ""
+
+
+LARGE = [
+    Network(
+        "ResNet-101, batch 16, 500 px, fp32",
+        "resnet101",
+        {"batch": 16, "image": 500},
+        "float32",
+        False,
+        [0.74, 0.47, 0.29],
+    ),
+    Network(
+        "GPT 24 x 1024, batch 16 x 1024, bf16",
+        "gpt2",
+        {"batch": 16, "length": 1024, "layers": 24, "width": 1024, "heads": 16},
+        "bfloat16",
+        True,
+        [0.76, 0.61, 0.42],
+    ),
+]
+TINY = [
+    Network("ResNet-18, batch 2, 64 px", "resnet18", {"batch": 2, "image": 64}, "float32", False, [0.9]),
+    Network(
+        "GPT 4 x 64, batch 8 x 64",
+        "gpt2",
+        {"batch": 8, "length": 64, "layers": 4, "width": 64, "heads": 4, "vocabulary": 128},
+        "float32",
+        False,
+        [0.6],
+    ),
+]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measured(model: nn.Module, batch: dict[str, Any], device: torch.device, repeats: int) -> tuple[float, int]:
+    """Median seconds of forward and backward, and the peak of one."""
+
+    def step() -> None:
+        model(**batch).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    for _ in range(NUM_WARM if device.type == "cuda" else 1):
+        step()
+    gc.collect()
+    with Meter(device) as meter:
+        step()
+        peak = meter.peak_bytes
+    seconds = []
+    for _ in range(repeats):
+        begin = now(device)
+        step()
+        seconds.append(now(device) - begin)
+    return statistics.median(seconds), peak
+
+
+def attempt(rows: list[Row], row: Row, work: Callable[[Row], None]) -> None:
+    """Add a row, with the reason where it could not be had, and print it."""
+    try:
+        work(row)
+    except (lowtide.LowtideError, RuntimeError) as error:
+        row.note = f"{type(error).__name__}: {error}"[:300]
+    rows.append(row)
+    seconds = "-" if row.seconds is None else format_seconds(row.seconds)
+    predicted = "-" if row.predicted_seconds is None else format_seconds(row.predicted_seconds)
+    peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
+    expected = "-" if row.predicted_peak_bytes is None else format_bytes(row.predicted_peak_bytes)
+    print(
+        f"{row.way:<34} {seconds:>10} (predicted {predicted:>10})  {peak:>11} (predicted {expected:>11})  "
+        f"{row.strategy} {row.note}",
+        flush=True,
+    )
+
+
+def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
+    """All rows of one network."""
+    print(f"\n{network.name}", flush=True)
+    torch.manual_seed(0)
+    model, batch = make(network.zoo, device=str(device), dtype=network.dtype, **network.sizes)
+    rows: list[Row] = []
+
+    def plain(row: Row) -> None:
+        row.seconds, row.peak_bytes = measured(model, batch, device, repeats)
+
+    attempt(rows, Row(network.name, "plain, eager"), plain)
+    compiled = None
+    if network.compiled:
+        split = capture(model, batch)
+        compiled = CompiledUnits(model, split, {"dynamic": False})
+        attempt(rows, Row(network.name, "plain, compiled units"), plain)
+        chain = measure_split(model, split, batch)
+    else:
+        split, chain = capture_and_measure(model, batch)
+    plain_peak = rows[-1].peak_bytes
+    bandwidth = measured_bandwidth(device)
+    ways = [("store-all", None, "store-all", 0)]
+    ways += [(f"recompute at {share:.0%}", share, "rotor", 0) for share in network.budgets]
+    ways += [(f"with offloading at {share:.0%}", share, "auto", bandwidth) for share in network.budgets]
+    for way, share, strategy, rate in ways:
+        budget = 2**50 if share is None or plain_peak is None else int(plain_peak * share)
+
+        def planned(row: Row, strategy: str = strategy, rate: int = rate, budget: int = budget) -> None:
+            solution = lowtide.solve(
+                chain, memory_budget=budget, strategy=strategy, bandwidth=rate or None, manage_weights=False
+            )
+            row.predicted_seconds, row.predicted_peak_bytes = solution.seconds, solution.peak_bytes
+            row.strategy, row.num_stages = solution.strategy, chain.num_stages
+            with lowtide.attach(model, solution, split=split) as plan:
+                row.seconds, row.peak_bytes = measured(model, batch, device, repeats)
+                stats = plan.stats()
+                row.recomputed, row.moved_bytes = stats.recomputed_per_step, stats.moved_bytes_per_step
+
+        attempt(rows, Row(network.name, way, None if share is None else budget), planned)
+    if compiled is not None:
+        compiled.remove()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small networks on the CPU")
+    parser.add_argument("--output", help="write everything as JSON")
+    parser.add_argument("--only", help="only networks whose name contains this")
+    parser.add_argument("--repeats", type=int, default=NUM_TIMED)
+    arguments = parser.parse_args()
+    tiny = arguments.tiny or not torch.cuda.is_available()
+    device = torch.device("cpu" if tiny else "cuda")
+    networks = [n for n in (TINY if tiny else LARGE) if arguments.only is None or arguments.only in n.name]
+    begin, rows = time.perf_counter(), []
+    for network in networks:
+        rows += bench(network, device, 3 if tiny else arguments.repeats)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report = {
+        "machine": platform.processor() or platform.machine() if tiny else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "bandwidth_bytes_per_second": measured_bandwidth(device),
+        "total_seconds": time.perf_counter() - begin,
+        "rows": [asdict(row) for row in rows],
+    }
+    if arguments.output:
+        with open(arguments.output, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+    print(f"\n{report['machine']}, torch {report['torch']}, {report['total_seconds']:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
