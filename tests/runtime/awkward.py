@@ -185,6 +185,19 @@ class EncoderDecoder(nn.Module):
         return {"logits": self.head(x)}
 
 
+class CrossAttending(nn.Module):
+    """Attention that looks whether its key is its value, as `nn.MultiheadAttention` does."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        layer = nn.TransformerDecoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, num_blocks)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.decoder(self.embed(target), torch.tanh(self.embed(source)))
+
+
 class Recurrent(nn.Module):
     """One block called several times, as ALBERT does."""
 

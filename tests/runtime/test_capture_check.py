@@ -27,6 +27,7 @@ MODELS: dict[str, Callable[[], Made]] = {
         awkward.EncoderDecoder(),
         {"source": torch.randn(4, 6, 8), "target": torch.randn(4, 6, 8)},
     ),
+    "cross attention": lambda: (awkward.CrossAttending(), (torch.randn(2, 6, 8), torch.randn(2, 6, 8))),
     "recurrent": lambda: (awkward.Recurrent(), torch.randn(4, 8)),
     "tied": lambda: (awkward.Tied(), torch.randint(0, 11, (2, 5))),
     "side channel": lambda: (awkward.SideChannel(), torch.randn(4, 8)),

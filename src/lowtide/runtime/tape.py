@@ -99,6 +99,7 @@ class Tape:
         self.inputs: dict[int, int] = {}
         """Slot of each tensor of the previous stage that this one reads, by its number there."""
         self.held: list[Held] = []
+        self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
         self.refusal: str | None = None
         """Why the stage cannot be run again, where it cannot."""
         self.outputs: tuple[int, ...] = ()
@@ -149,8 +150,12 @@ class Tape:
                 if number not in self.inputs:
                     self.inputs[number] = self._new_slot()
                 return Slot(self.inputs[number])
+        known = self._held_of.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
+            return known[1]  # a module may ask whether two of its arguments are the same (`key is value`)
         held = Held(without_history(tensor), found)
         self.held.append(held)
+        self._held_of[id(tensor)] = (weakref.ref(tensor), held)
         return held
 
     def _add(self, tensor: torch.Tensor, read: Iterable[tuple[torch.Tensor, int]]) -> int:
@@ -197,6 +202,7 @@ class Tape:
     def close(self) -> None:
         """End the recording."""
         self._ledger = None
+        self._held_of.clear()
 
     # Running
 
