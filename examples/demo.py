@@ -3,6 +3,8 @@
     python examples/demo.py                 # a ResNet-101 on a GPU, a small GPT where there is none
     python examples/demo.py --figure a.svg  # the memory of the plan as a picture
 
+It ends by writing a report of the plan, a page for the browser.
+
 `make demo` runs this.
 """
 
@@ -13,6 +15,7 @@ import gc
 import hashlib
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ from lowtide.zoo import make
 
 SHARE = 0.33
 NUM_STEPS = 3
+PATIENCE_SECONDS = 20.0  # for the schedules of other budgets in the report
 
 
 def network(*, tiny: bool) -> tuple[nn.Module, dict[str, torch.Tensor], str]:
@@ -101,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a network that takes a second")
     parser.add_argument("--figure", help="write the memory of the plan as a picture (.svg, .png, .pdf)")
+    parser.add_argument("--report", default="artefacts/demo.html", help="write the report here")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)
     model, batch, title = network(tiny=arguments.tiny)
@@ -125,6 +130,9 @@ def main() -> None:
         trace = lowtide.simulate(plan.chain, plan.schedule, bandwidth=1)
         save_figure(arguments.figure, trace=trace, memory_budget=plan.memory_budget)
         print(f"\n{arguments.figure} shows the memory of the plan")
+    Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
+    plan.report(arguments.report, patience_seconds=PATIENCE_SECONDS)
+    print(f"\nthe report: {arguments.report} (open it in a browser)")
     if not equal:
         raise SystemExit("the gradients differ: please report this")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import zlib
 from dataclasses import replace
+from typing import Any
 
 from lowtide import Await, Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage, simulate
 from lowtide.report.survey import Curve, Plan, Point, Survey
@@ -123,3 +128,10 @@ def bare_survey(chain: Chain) -> Survey:
 def point_of(chain: Chain, strategy: str, schedule: Schedule) -> Point:
     trace = simulate(chain, schedule)
     return Point(strategy, trace.peak_bytes, trace.seconds, replace(schedule, strategy=strategy))
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What a report page holds."""
+    packed = re.search('<script type="application/octet-stream" id="data">(.*?)</script>', page)
+    assert packed is not None
+    return json.loads(zlib.decompress(base64.b64decode(packed[1])))

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import subprocess
 import sys
-import zlib
 from html.parser import HTMLParser
 
 import pytest
 from tests.report.chains import (
     MIB,
+    data_of,
     deep_chain,
     moving_schedule,
     periodic_survey,
@@ -23,11 +22,6 @@ from tests.report.chains import (
 from lowtide import Chain, LowtideError, ScheduleError, simulate, solve
 from lowtide.report import Measured, write_report
 from lowtide.report.page import render
-
-
-def data_of(text):
-    packed = re.search('<script type="application/octet-stream" id="data">(.*?)</script>', text).group(1)
-    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 @pytest.fixture

@@ -24,10 +24,13 @@ def run(*command: str) -> str:
 
 
 def test_the_demo(tmp_path):
-    text = run("examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"))
+    report = tmp_path / "plan.html"
+    text = run("examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"), "--report", str(report))
     assert "equal" in text
     assert "DIFFERENT" not in text
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
+    assert f"the report: {report}" in text
+    assert report.read_text().startswith("<!doctype html>")
 
 
 def test_the_image_classifier():

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from tests.report.chains import data_of
 from tests.runtime import models
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
@@ -122,6 +123,22 @@ def test_it_can_be_printed(plain_peak):
         model(x).sum().backward()
         assert "(1 steps)" in str(plan)
         assert "attached" in repr(plan)
+
+
+def test_it_can_be_looked_at(plain_peak, tmp_path):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    budget = int(plain_peak * 0.7)
+    with lowtide.fit(model, x, memory_budget=budget, bandwidth=0) as plan:
+        model(x).sum().backward()
+        plan.report(tmp_path / "plan.html", patience_seconds=1.0)
+        data = data_of((tmp_path / "plan.html").read_text())
+        shown = data["plans"][data["own"]]
+        assert shown["budget"] == budget
+        assert shown["peak"] == plan.stats().predicted_peak_bytes
+        assert data["measured"]["peak_bytes"] == plan.stats().measured_peak_bytes
+        assert data["measured"]["num_steps"] == 1
+        assert data["measured"]["seconds"] == plan.stats().measured_seconds
+        assert data["measured"]["device"] == "the CPU"
 
 
 def test_models_with_glue_and_a_loss_inside():

@@ -15,6 +15,8 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import PlanError
 from lowtide.files import write_json
+from lowtide.report.page import Measured, write_report
+from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
@@ -189,6 +191,36 @@ class Plan:
         trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
         return f"{text}\n\n{chart_text(trace, memory_budget=self.memory_budget)}"
 
+    def report(
+        self, path: str | os.PathLike[str], *, patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS
+    ) -> None:
+        """Write the report: one HTML page that shows the plan, what other budgets would cost, and what was measured.
+
+        Args:
+            path: the HTML file to write.
+            patience_seconds: how long all strategies together may solve for other budgets; None: without end.
+
+        Raises:
+            PlanError: where the plan knows no chain.
+
+        Example:
+            >>> plan = lowtide.fit(model, (x,), memory_budget="8GiB")   # doctest: +SKIP
+            >>> plan.report("plan.html")                                # doctest: +SKIP
+        """
+        if self.chain is None:
+            raise PlanError("this plan was attached without a chain, so its costs are not known; measure one first")
+        stats, device = self.stats(), self._part.execution.machine.device
+        measured = Measured(stats.measured_seconds, stats.measured_peak_bytes, _named(device), stats.num_steps or None)
+        write_report(
+            path,
+            self.chain,
+            self.schedule,
+            memory_budget=self.memory_budget,
+            bandwidth=self._part.bandwidth or None,
+            measured=measured if measured.seconds or measured.peak_bytes else None,
+            patience_seconds=patience_seconds,
+        )
+
     def __repr__(self) -> str:
         state = "attached" if self._attached else "detached"
         return f"<Plan {self.schedule.strategy!r} of {self.split.num_stages} stages, {state}>"
@@ -276,6 +308,11 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a plan file, atomically; `lowtide.load_plan` reads it."""
         write_json(path, self.to_dict())
+
+
+def _named(device: torch.device) -> str:
+    """A device as people call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def attached_plan(model: nn.Module) -> Plan | None:
