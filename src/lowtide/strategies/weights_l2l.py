@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lowtide.schedule import Kind, Offload, Operation, Prefetch, Release
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule
+from lowtide.strategies.weight_relaxation import relaxed_seconds
 
 _NAME = "weights-l2l"
 
@@ -38,7 +39,7 @@ class WeightsL2L:
         stays = _stays_over_the_seam(period, problem.memory_budget)
         operations = [*_forwards(period, stays), *_backwards(period, stays, problem.memory_budget)]
         schedule = cyclic_schedule(_NAME, period.num_stages, operations)
-        return Answer(schedule, lower_bound_seconds=problem.chain.compute_seconds)
+        return Answer(schedule, lower_bound_seconds=relaxed_seconds(period, problem))
 
     def minimum_bytes(self, problem: Problem) -> int:
         """Each computation with its own stage's weights and optimizer state, and no other's."""
