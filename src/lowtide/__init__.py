@@ -26,6 +26,7 @@ from lowtide.errors import (
     StrategyError,
     UnitError,
 )
+from lowtide.frontier import Frontier, frontier
 from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.select import Selection, select
 from lowtide.simulate import simulate
@@ -60,6 +61,7 @@ __all__ = [
     "Comparison",
     "ExecutionError",
     "Forward",
+    "Frontier",
     "InfeasibleBudgetError",
     "LowtideError",
     "LowtideWarning",
@@ -82,6 +84,7 @@ __all__ = [
     "attach",
     "compare",
     "fit",
+    "frontier",
     "is_recomputing",
     "load_plan",
     "measure",
