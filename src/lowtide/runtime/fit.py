@@ -22,6 +22,7 @@ from lowtide.runtime.compiled import CompiledUnits
 from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.distributed import is_distributed, is_first, share
 from lowtide.runtime.execution import Execution
+from lowtide.runtime.limits import device_budget, host_budget
 from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
 from lowtide.runtime.planning import Planned, Settings, host_bytes, plan_for, resimulated, solution_for
@@ -32,9 +33,6 @@ from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
-
-# Without a budget, this share of what is free stays free: for fragmentation and for what others take meanwhile.
-_RESERVE = 0.1
 
 # The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
 _NUM_WATCHED = 3
@@ -70,7 +68,8 @@ def fit(
             state, workspaces (on the CPU: all live tensors). None: what is free, less a reserve.
         strategy: a name from `lowtide strategies`; `"auto"`: the fastest.
         bandwidth: bytes per second to host memory each way; None: measured; 0: nothing is moved.
-        host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
+        host_memory_budget: bytes of host memory for what is moved; None: what is free, less a reserve. Only what the
+            schedule needs is taken.
         optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
@@ -99,10 +98,10 @@ def fit(
         previous.detach()
     device = device_of(model)
     settings = Settings(
-        memory_budget=_default_budget(device) if memory_budget is None else parse_bytes(memory_budget),
+        memory_budget=device_budget(device) if memory_budget is None else parse_bytes(memory_budget),
         strategy=strategy,
         bandwidth=measured_bandwidth(device) if bandwidth is None else parse_bandwidth(bandwidth),
-        host_memory_budget=None if host_memory_budget is None else parse_bytes(host_memory_budget),
+        host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
         optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
         loss=loss,
         stages=stages,
@@ -228,16 +227,6 @@ def _apart(sample: Sample) -> Sample:
 
     args, kwargs = build(template((sample.args, dict(sample.kwargs)), encode), [])
     return Sample(args, kwargs)
-
-
-def _default_budget(device: torch.device) -> int:
-    """What is free, and what this process has already, less a reserve."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + cached) * (1 - _RESERVE)) + torch.cuda.memory_allocated(device)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(available * (1 - _RESERVE))
 
 
 def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:

@@ -19,6 +19,7 @@ from lowtide.runtime.capture import StageNames
 from lowtide.runtime.compiled import CompiledUnits
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
+from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_and_measure, measure_split
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
@@ -97,6 +98,7 @@ def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Plan
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
     """The fastest schedule that a trial step has shown to stay within the budget."""
+    _check_optimizer_step(model, chain, settings)
     best: Planned | None = None
     notes: list[str] = []
     unknown_bytes = _unknown_loss_bytes(chain, settings)
@@ -132,6 +134,30 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
             minimum_bytes=least,
         )
     return best
+
+
+def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
+    """After backward all gradients are there, and the optimizer's step takes some more: no schedule helps there.
+
+    Raises:
+        InfeasibleBudgetError: where that alone is more than the budget; `minimum_bytes` is enough for a schedule, too.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    gradients = 0 if chain.grads_resident else sum(stage.weight_grad_bytes for stage in chain.stages)
+    least = chain.fixed_bytes + gradients + optimizer_step_bytes(settings.optimizer, model.parameters(), device)
+    if least <= settings.memory_budget:
+        return
+    try:
+        solution_for(chain, settings)
+    except InfeasibleBudgetError as error:
+        if error.minimum_bytes >= least:
+            raise
+    raise InfeasibleBudgetError(
+        f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
+        f"{format_bytes(least)} ({least} bytes) that parameters, gradients and the optimizer's state and step take by "
+        "themselves; raise it, or use a leaner optimizer",
+        minimum_bytes=least,
+    )
 
 
 def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:

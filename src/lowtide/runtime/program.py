@@ -45,8 +45,6 @@ class Program:
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
         last_prefetch: for each value that is fetched, the index of the last time.
-        variants: the variant as which each stage runs, by stage: autograd's graph is made by its first forward, so
-            all its forwards run as the one that backward needs.
     """
 
     operations: tuple[Operation, ...]
@@ -58,14 +56,13 @@ class Program:
     watched: frozenset[int]
     moved: frozenset[Value]
     last_prefetch: dict[Value, int]
-    variants: tuple[int, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, num_stages: int) -> Program:
         """Read a schedule that the simulator has found legal for a chain of this length.
 
         Raises:
-            PlanError: where the schedule manages weights, or is for another number of stages.
+            PlanError: where the schedule manages weights or uses variants, or is for another number of stages.
         """
         if schedule.manages:
             raise PlanError(
@@ -73,6 +70,8 @@ class Program:
                 "manage_weights=False"
             )
         operations = schedule.operations
+        if any(isinstance(operation, Forward) and operation.variant for operation in operations):
+            raise PlanError("the schedule runs stages as variants, which cannot be executed yet; solve without them")
         first, backward = _places(operations, num_stages)
         modes = {
             index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
@@ -92,10 +91,6 @@ class Program:
             or ("abar", k) in moved
             or (k and not isinstance(operations[backward[k] - 1], Backward) and backward[k] - 1 != first[num_stages])
         }
-        variants = [0] * (num_stages + 1)
-        for operation in operations:
-            if isinstance(operation, Forward) and operation.save == "all":
-                variants[operation.stage] = operation.variant
         return cls(
             operations,
             num_stages,
@@ -106,7 +101,6 @@ class Program:
             frozenset(watched),
             frozenset(moved),
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
-            tuple(variants),
         )
 
     def is_repeated(self, k: int) -> bool:
