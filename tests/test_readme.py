@@ -80,8 +80,20 @@ def check_printed(command, expected, printed):
 
 
 def test_the_python_of_the_readme_runs(folder):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4)))
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    the_users_own = {
+        "model": model,
+        "x": x,
+        "loader": [(x, y)] * 2,
+        "loss_fn": torch.nn.functional.mse_loss,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    before = model[0][0].weight.detach().clone()
     program = "\n".join(body for _, body in blocks(ROOT / "README.md", "python"))
-    exec(compile(program, "README.md", "exec"), {"__name__": "readme"})
+    exec(compile(program, "README.md", "exec"), {"__name__": "readme", **the_users_own})
+    assert not torch.equal(before, model[0][0].weight)  # it has trained
     assert folder.exists()
 
 
