@@ -193,3 +193,28 @@ def test_autocast_casts_of_shared_weights_do_not_cross() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         split = capture(awkward.Recurrent(), torch.randn(4, 8))
     assert split.num_stages >= 8
+
+
+def small_gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, bos_token_id=0)
+    ids = torch.randint(0, 32, (2, 8))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def test_a_language_model_builds_no_cache_unless_it_is_asked_to() -> None:
+    model, sample = small_gpt2()
+    assert model.config.use_cache
+    split = capture(model, sample)
+    assert split.call_keywords == {"use_cache": False}
+    assert any(stage.name.startswith("transformer.h.1") for stage in split.stages)
+    with pytest.raises(CaptureError, match="use_cache=False"):
+        capture(model, {**sample, "use_cache": True})
+    assert capture(model, {**sample, "use_cache": False}).call_keywords == {}
+
+
+def test_gradient_checkpointing_of_transformers_is_noticed() -> None:
+    model, sample = small_gpt2()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
+        capture(model.train(), sample)

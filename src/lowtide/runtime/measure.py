@@ -112,18 +112,28 @@ def capture_and_measure(
         try:
             return split, measure_split(model, split, sample, loss=loss, **options)
         except UnfaithfulStageError as error:
-            opened = opened_around(split, error.stage)
+            opened = opened_in(model, split, error.stage)
             if stages is not None or not opened - closed:
                 raise
             closed |= opened
-    raise AssertionError("each attempt closes at least one module, and the last one has none open")
+    raise CaptureError(f"no stages were found that can be run again, in {_MOST_ATTEMPTS} attempts; name them by hand")
 
 
-def opened_around(split: Split, k: int) -> frozenset[str]:
-    """The paths of the modules whose own code is glue of stage k, without the model itself."""
-    paths = [unit.path for stage in split.stages[max(0, k - 2) : k + 1] for unit in stage.units]
-    prefixes = {".".join(path.split(".")[:depth]) for path in paths for depth in range(1, path.count(".") + 1)}
-    return frozenset(prefixes)
+def opened_in(model: nn.Module, split: Split, k: int) -> frozenset[str]:
+    """The submodules whose own code is glue of stage k or beside it, and all others of the same classes."""
+    paths = [unit.path for unit in split.stages[k - 1].units]
+    paths += [stage.units[-1].path for stage in split.stages[max(0, k - 2) : k - 1]]
+    paths += [stage.units[0].path for stage in split.stages[k : k + 1]]
+    kinds = {type(model.get_submodule(path)) for path in (_with_code_around(model, path) for path in paths) if path}
+    return frozenset(path for path, module in model.named_modules() if path and type(module) in kinds)
+
+
+def _with_code_around(model: nn.Module, path: str) -> str:
+    """The path of the nearest module around another that has code of its own; "" for the model itself."""
+    path = path.rpartition(".")[0]
+    while path and isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def measure_split(

@@ -36,17 +36,17 @@ class StageFigures:
         backward: time of the backward.
     """
 
-    output_bytes: int
-    saved_bytes: int
-    grad_bytes: int
-    forward_extra_bytes: int
-    backward_peak_bytes: int
-    largest_weight_grad_bytes: int
-    own_held_bytes: int
-    parameters: tuple[str, ...]
-    held: tuple[tuple[int, int], ...]
-    forward: Timing
-    backward: Timing
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    grad_bytes: int = 0
+    forward_extra_bytes: int = 0
+    backward_peak_bytes: int = 0
+    largest_weight_grad_bytes: int = 0
+    own_held_bytes: int = 0
+    parameters: tuple[str, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    forward: Timing = NOTHING
+    backward: Timing = NOTHING
 
 
 @dataclass(slots=True)
@@ -156,11 +156,7 @@ class _Measurer:
     def _measured_bytes(self, k: int, leaves: Sequence[torch.Tensor]) -> StageFigures:
         """All but the times."""
         with Meter(self._device, search=False) as meter:
-            for _ in range(2):  # all that is made once and kept (workspaces, tables) is made by then, and seen
-                run = self._forward(k, leaves)
-                wanted = leaves_behind(run.starts)
-                _backward(run, wanted, [torch.ones_like(tensor) for tensor in run.starts])
-                del run
+            self._warm_up(k, leaves)
             before_bytes = meter.live_bytes
             meter.reset_peak()
             with torch.autograd.graph.saved_tensors_hooks(meter.see, _as_it_is):  # what compiled code saves is seen so
@@ -169,35 +165,46 @@ class _Measurer:
                 meter.see(tensor)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = self._output_bytes(k, run)
-            seeds = [torch.ones_like(tensor) for tensor in run.starts]
-            stored_bytes = meter.live_bytes
-            meter.reset_peak()
-            grads = _backward(run, wanted, seeds)
-            backward_bytes = meter.peak_bytes - stored_bytes
-            parameters, held = self._reached(k, wanted)
-            input_ids = {id(leaf) for leaf in leaves}
-            input_grad_bytes = _num_bytes([g for leaf, g in zip(wanted, grads, strict=True) if id(leaf) in input_ids])
-            weight_grads = [g for leaf, g in zip(wanted, grads, strict=True) if id(leaf) in self._names]
-            largest_bytes = max((_num_bytes([grad]) for grad in weight_grads), default=0)
-            grad_bytes = self._grad_bytes(k, run)
-            del run, grads, weight_grads, seeds
             saved_bytes = max(after_bytes - before_bytes - held_bytes, output_bytes)
             extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
+            grad_bytes = self._grad_bytes(k, run)
+            figure = self._with_backward(k, leaves, run, meter)
+            del run
             if k < self._staged.num_stages:  # the last stage's forward is always followed by its backward
                 dropped_bytes = self._dropped_peak_bytes(k, leaves, meter) - held_bytes - output_bytes
                 extra_bytes = max(extra_bytes, dropped_bytes)
+        return replace(
+            figure,
+            output_bytes=output_bytes,
+            saved_bytes=saved_bytes,
+            grad_bytes=grad_bytes,
+            forward_extra_bytes=max(0, extra_bytes),
+            own_held_bytes=held_bytes,
+        )
+
+    def _warm_up(self, k: int, leaves: Sequence[torch.Tensor]) -> None:
+        """Run the stage until all that is made once and kept (workspaces, tables) is there, and has been seen."""
+        for _ in range(2):
+            run = self._forward(k, leaves)
+            _backward(run, leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts])
+
+    def _with_backward(self, k: int, leaves: Sequence[torch.Tensor], run: _Run, meter: Meter) -> StageFigures:
+        """The figures of a backward; those of the forward are left at 0."""
+        wanted, seeds = leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts]
+        stored_bytes = meter.live_bytes
+        meter.reset_peak()
+        grads = _backward(run, wanted, seeds)
+        peak_bytes = meter.peak_bytes - stored_bytes
+        pairs = list(zip(wanted, grads, strict=True)) if grads else []
+        inputs = {id(leaf) for leaf in leaves}
+        input_grad_bytes = _num_bytes([grad for leaf, grad in pairs if id(leaf) in inputs])
+        largest_bytes = max((_num_bytes([grad]) for leaf, grad in pairs if id(leaf) in self._names), default=0)
+        parameters, held = self._reached(k, wanted)
         return StageFigures(
-            output_bytes,
-            saved_bytes,
-            grad_bytes,
-            max(0, extra_bytes),
-            max(0, backward_bytes - input_grad_bytes),
-            largest_bytes,
-            held_bytes,
-            parameters,
-            held,
-            NOTHING,
-            NOTHING,
+            backward_peak_bytes=max(0, peak_bytes - input_grad_bytes),
+            largest_weight_grad_bytes=largest_bytes,
+            parameters=parameters,
+            held=held,
         )
 
     def _dropped_peak_bytes(self, k: int, leaves: Sequence[torch.Tensor], meter: Meter) -> int:

@@ -293,8 +293,3 @@ def storages_of(values: Any) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in nested containers, each once."""
     tensors = (tensor for tensor in tree_iter(values) if isinstance(tensor, torch.Tensor))
     return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.layout is torch.strided}
-
-
-def storage_bytes(values: Any) -> int:
-    """The bytes of these storages."""
-    return sum(storage.nbytes() for storage in storages_of(values).values())
