@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lowtide.bound import Bound, bound
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.compare import Comparison, compare
 from lowtide.errors import (
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Await",
     "Backward",
+    "Bound",
     "CaptureError",
     "Chain",
     "ChainError",
@@ -82,6 +84,7 @@ __all__ = [
     "Variant",
     "__version__",
     "attach",
+    "bound",
     "compare",
     "fit",
     "frontier",

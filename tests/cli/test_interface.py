@@ -72,6 +72,16 @@ FROZEN = {
         "--over",
     },
     "select": {"SIZES.json", "--model", "--algorithm", "--json"},
+    "bound": {
+        "CHAIN.json",
+        "--memory",
+        "--bandwidth",
+        "--time-limit",
+        "--gap",
+        "--half-duplex",
+        "--model",
+        "--json",
+    },
     "strategies": {"--json"},
 }
 

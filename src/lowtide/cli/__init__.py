@@ -34,6 +34,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "report": ("lowtide.cli.report", "Write a page: what fits, what it costs, what happens when."),
     "plot": ("lowtide.cli.plot", "Draw the frontier and the memory curve as a figure."),
     "select": ("lowtide.cli.select", "Choose checkpoints for a plain list of sizes."),
+    "bound": ("lowtide.cli.bound", "Prove how fast moving weights could be at best."),
     "strategies": ("lowtide.cli.strategies", "List the strategies."),
 }
 

@@ -1,0 +1,102 @@
+"""`lowtide bound`: how fast a schedule that moves weights could be at best."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lowtide.bound import Model, bound
+from lowtide.chain import Chain
+from lowtide.cli.options import ChainFile, HalfDuplex, Json, bandwidth_option, bytes_option
+from lowtide.cli.output import print_json, print_pairs, step_time
+from lowtide.cli.progress import DelayedProgress
+from lowtide.units import format_seconds
+
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory", metavar="BYTES", help="The budget: all bytes on the device, such as 8GiB.", show_default=False
+    ),
+]
+RequiredBandwidth = Annotated[
+    str,
+    typer.Option(
+        "--bandwidth",
+        metavar="BYTES/s",
+        help="Speed of the link between device and host, each way, such as 12GB/s.",
+        show_default=False,
+    ),
+]
+TimeLimit = Annotated[float, typer.Option("--time-limit", metavar="SECONDS", help="Report what is proven by then.")]
+Gap = Annotated[float, typer.Option("--gap", metavar="SHARE", help="Stop once the optimum is known to this share.")]
+ModelName = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="NAME", help="paper, or lists: values take their room as soon as their copy is queued."
+    ),
+]
+
+EXAMPLES = (
+    "lowtide bound chain.json --memory 8GiB --bandwidth 12GB/s",
+    "lowtide bound chain.json --memory 8GiB --bandwidth 2GB/s --json",
+)
+
+
+def command(
+    chain_file: ChainFile,
+    memory: Memory,
+    bandwidth: RequiredBandwidth,
+    time_limit: TimeLimit = 60.0,
+    gap: Gap = 1e-4,
+    half_duplex: HalfDuplex = False,
+    model: ModelName = "paper",
+    json: Json = False,
+) -> None:
+    """Prove a lower bound on the time of a step for schedules that move weights.
+
+    It holds where every stage runs forward once and only weights and optimizer state move. Exit status 3: no such
+    schedule stays within the budget.
+    """
+    budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
+    assert rate is not None
+    chain = Chain.load(chain_file)
+    with DelayedProgress() as progress:
+        progress("proving a lower bound", 0.0)
+        name: Model = model  # type: ignore[assignment]  # checked there
+        proven = bound(
+            chain,
+            memory_budget=budget,
+            bandwidth=rate,
+            time_limit=time_limit,
+            gap=gap,
+            duplex=not half_duplex,
+            model=name,
+        )
+    if json:
+        print_json(
+            {
+                "seconds": proven.seconds,
+                "compute_seconds": proven.compute_seconds,
+                "gap": proven.gap,
+                "proven_optimal": proven.proven_optimal,
+                "solve_seconds": proven.solve_seconds,
+                "memory_budget": budget,
+                "bandwidth": rate,
+                "model": model,
+            }
+        )
+        return
+    status = (
+        "the program's optimum"
+        if proven.proven_optimal
+        else f"time limit; the optimum is at most {proven.gap:.2%} above"
+    )
+    print_pairs(
+        [
+            ("chain", f"{chain.name}, {chain.num_stages} stages"),
+            ("at least", step_time(proven.seconds, chain)),
+            ("proven", status),
+            ("solved in", format_seconds(proven.solve_seconds)),
+        ]
+    )
