@@ -494,3 +494,17 @@ def test_calling_the_model_inside_itself():
     lowtide.attach(model, Schedule("", operations), split=split)
     x = torch.randn(2, 4)
     assert_equal(one_step(model, x), one_step(twin, x))
+
+
+@every_schedule
+def test_a_hook_that_makes_more_tensors_in_each_step(schedule):
+    def hooked() -> nn.Module:
+        model = models.stages_of_every_kind()
+        kept: list[torch.Tensor] = []
+        model.register_forward_pre_hook(lambda *_: kept.extend(torch.zeros(1) + 1 for _ in range(1 + len(kept))))
+        return model
+
+    expected = train(hooked(), batches(SHAPE, 4))
+    model = hooked()
+    with lowtide.attach(model, schedule):
+        assert_equal(train(model, batches(SHAPE, 4)), expected)

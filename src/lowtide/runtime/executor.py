@@ -72,6 +72,7 @@ class Step:
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
+        self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
         self._lock = threading.RLock()
@@ -93,7 +94,8 @@ class Step:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
-            self.machine.reads[k - 1] = frozenset(tape.inputs)
+            if k > 1:
+                self.machine.reads[k - 1] = (self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
                 source.keep_only(tape.inputs)
         if sorter is not None:
@@ -106,8 +108,11 @@ class Step:
         """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
         if not self.program.keeps_outputs(k):
             return {}
-        reads = self.machine.reads.get(k)
-        return outputs if reads is None else {number: t for number, t in outputs.items() if number in reads}
+        alive = self._alive[k] = frozenset(outputs)
+        earlier, reads = self.machine.reads.get(k, (None, frozenset()))
+        if earlier != alive:  # the first step, or a hook of the user's made other tensors than before
+            return outputs
+        return {number: tensor for number, tensor in outputs.items() if number in reads}
 
     def end_forward(self) -> None:
         """The model's forward has ended; copies that are due before backward begin now."""

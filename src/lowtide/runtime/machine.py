@@ -45,8 +45,8 @@ class Machine:
         self.strict = strict
         self.generators = Generators.of(model)
         self.counters = Counters()
-        self.reads: dict[int, frozenset[int]] = {}
-        """Which of a stage's tensors the next stage turned out to read, by number."""
+        self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+        """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._lock = threading.RLock()
         self._draws_others: dict[int, bool] = {}

@@ -71,6 +71,12 @@ class Activation:
         """Inputs for a repeated run of the next stage."""
         if self.cargo is not None:
             self.cargo.arrive()
+        missing = [number for number in numbers if number not in self.leaves]
+        if missing:
+            raise ExecutionError(
+                f"the stage after {self.name!r} reads another of its tensors than in the steps before; what is done "
+                "between stages, in hooks too, must be the same in each step"
+            )
         return {number: self.leaves[number].tensor(self.name) for number in numbers}
 
     def offload(self, tier: Tier) -> int:
