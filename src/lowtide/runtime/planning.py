@@ -108,7 +108,12 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
             f"the loss is not known (loss=): {format_bytes(unknown_bytes)}, a copy of the result, are left for it"
         )
     for _ in range(_MOST_REHEARSALS):
-        solution = solution_for(chain, settings)
+        try:
+            solution = solution_for(chain, settings)
+        except InfeasibleBudgetError as error:
+            if best is not None:
+                break  # a corrected prediction fits no more; what was seen to fit does
+            raise _exact_refusal(error, model, sample, split, chain, settings) from None
         planned = Planned(split, solution, None, tuple(notes))
         measured = rehearsed_peak(model, sample, planned, settings)
         measured += unknown_bytes
@@ -136,6 +141,26 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
     return best
 
 
+def _exact_refusal(
+    error: InfeasibleBudgetError, model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings
+) -> InfeasibleBudgetError:
+    """The same refusal, with the least budget that a trial step has shown to be enough."""
+    least = dataclasses.replace(settings, memory_budget=error.minimum_bytes)
+    try:
+        solution = solution_for(chain, least)
+        measured = rehearsed_peak(model, sample, Planned(split, solution, None, ()), least)
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
+        return error
+    if measured <= error.minimum_bytes:
+        return error
+    return InfeasibleBudgetError(
+        f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
+        f"{format_bytes(measured)} ({measured} bytes) that the leanest schedule of this model took in a trial step; "
+        "raise it, or allow offloading",
+        minimum_bytes=measured,
+    )
+
+
 def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
     """After backward all gradients are there, and the optimizer's step takes some more: no schedule helps there.
 
@@ -151,7 +176,7 @@ def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) ->
         solution_for(chain, settings)
     except InfeasibleBudgetError as error:
         if error.minimum_bytes >= least:
-            raise
+            return  # refused by whoever solves next, with that figure
     raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
         f"{format_bytes(least)} ({least} bytes) that parameters, gradients and the optimizer's state and step take by "
