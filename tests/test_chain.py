@@ -1,0 +1,93 @@
+import json
+import math
+
+import pytest
+
+from lowtide import Chain, ChainError, Stage, Variant
+from tests.chains import random_chains
+
+STAGE = {"name": "conv", "forward_seconds": 0.1, "backward_seconds": 0.2, "output_bytes": 10, "saved_bytes": 30}
+FILE = {"format": "lowtide.chain/1", "name": "net", "stages": [STAGE]}
+
+
+def with_stage(**changes):
+    return {**FILE, "stages": [STAGE, {**STAGE, **changes}]}
+
+
+def test_defaults():
+    chain = Chain.from_dict({**FILE, "stages": [{**STAGE, "weight_bytes": 7}]})
+    stage = chain.stage(1)
+    assert (stage.grad_bytes, stage.weight_grad_bytes, stage.optimizer_bytes, stage.forward_extra_bytes) == (
+        10,
+        7,
+        0,
+        0,
+    )
+    assert (chain.input_bytes, chain.input_grad_bytes, chain.base_bytes, chain.grads_resident) == (0, 0, 0, False)
+
+
+@pytest.mark.parametrize("chain", random_chains(20, 4), ids=lambda chain: chain.name)
+def test_there_and_back(chain, tmp_path):
+    assert Chain.from_dict(json.loads(json.dumps(chain.to_dict()))) == chain
+    chain.save(tmp_path / "chain.json")
+    assert Chain.load(tmp_path / "chain.json") == chain
+
+
+def test_provenance_is_kept_and_does_not_count():
+    chain = Chain.from_dict({**FILE, "provenance": {"machine": "a laptop"}})
+    assert chain == Chain.from_dict(FILE)
+    assert Chain.from_dict(chain.to_dict()).provenance == {"machine": "a laptop"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (with_stage(output_bytes=3.0), ["stage 2 (conv)", "output_bytes", "3.0", "whole bytes"]),
+        (with_stage(output_bytes=True), ["stage 2", "output_bytes", "True"]),
+        (with_stage(saved_bytes=-1), ["stage 2", "saved_bytes", "-1"]),
+        (with_stage(saved_bytes=9), ["stage 2", "saved_bytes", "less than", "10"]),
+        (with_stage(forward_seconds="fast"), ["stage 2", "forward_seconds", "'fast'", "seconds"]),
+        (with_stage(forward_seconds=math.nan), ["stage 2", "forward_seconds", "nan"]),
+        (with_stage(backward_seconds=math.inf), ["stage 2", "backward_seconds", "inf"]),
+        (with_stage(weight_bytes=2**60), ["stage 2", "weight_bytes"]),
+        (with_stage(grad_bytes=None), ["stage 2", "grad_bytes", "null"]),
+        (with_stage(output_byte=1), ["stage 2", "'output_byte'", "output_bytes"]),
+        (with_stage(name=5), ["stage 2", "name", "a string"]),
+        (with_stage(variants={}), ["stage 2", "variants", "a list"]),
+        (with_stage(variants=[{"name": "v"}]), ["stage 2", "variant 1", "forward_seconds", "missing"]),
+        ({**FILE, "stages": []}, ["stages", "at least one"]),
+        ({**FILE, "stages": [5]}, ["stage 1", "5", "an object"]),
+        ({**FILE, "stages": [{k: v for k, v in STAGE.items() if k != "saved_bytes"}]}, ["stage 1", "saved_bytes", "missing"]),
+        ({**FILE, "format": "lowtide.chain/2"}, ["format", "lowtide.chain/2", "lowtide.chain/1"]),
+        ({**FILE, "grads_resident": 1}, ["grads_resident", "true or false"]),
+        ({**FILE, "colour": "red"}, ["'colour'"]),
+        ([], ["a JSON object"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_in_one_line(values, words, tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ChainError) as caught:
+        Chain.load(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(path))
+    if "nan" not in words and "inf" not in words:  # JSON has neither, so the text itself is refused
+        assert all(word in message for word in words), message
+
+
+def test_variants():
+    slim = Variant("slim", 0.1, 0.3, saved_bytes=12)
+    stage = Stage("conv", 0.1, 0.2, 10, 30, variants=(slim,))
+    assert (stage.num_variants, stage.variant(0).saved_bytes, stage.variant(1)) == (2, 30, slim)
+    with pytest.raises(ChainError, match="variant 'thin'.*saved_bytes"):
+        Stage("conv", 0.1, 0.2, 10, 30, variants=(Variant("thin", 0.1, 0.3, saved_bytes=9),))
+
+
+def test_sums():
+    chain = Chain("two", [Stage("a", 1.0, 2.0, 4, 6, weight_bytes=3, optimizer_bytes=5), Stage("b", 0.5, 0.5, 1, 1)])
+    assert chain.fixed_bytes == 8
+    assert chain.compute_seconds == 4.0
+    assert [chain.activation_bytes(k) for k in range(3)] == [0, 4, 1]
+    with pytest.raises(IndexError):
+        chain.stage(0)

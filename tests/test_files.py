@@ -1,0 +1,73 @@
+import os
+
+import pytest
+
+from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage
+from lowtide.files import write_text
+
+CHAIN = Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"format": "lowtide.chain/1", "name": ', b"\xff\xfe\x00", b"[" * 100_000, b"NaN", b"1" * 10_000, b"null"],
+)  # fmt: skip
+def test_garbage_is_refused_in_one_line(content, tmp_path):
+    path = tmp_path / "garbage.json"
+    path.write_bytes(content)
+    for record, error in ((Chain, ChainError), (Schedule, ScheduleError)):
+        with pytest.raises(error) as caught:
+            record.load(path)
+        assert str(caught.value).startswith(str(path))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_gigabyte_of_garbage_is_not_even_read(tmp_path):
+    path = tmp_path / "huge.json"
+    with path.open("wb") as stream:
+        stream.truncate(2**30)  # a hole: takes no room
+    with pytest.raises(ChainError, match="1073741824 bytes"):
+        Chain.load(path)
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(ChainError, match="No such file"):
+        Chain.load(tmp_path / "nothing.json")
+    with pytest.raises(ChainError, match="cannot be read"):
+        Chain.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "chain.json"
+    CHAIN.save(path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, moment, full)
+            with pytest.raises(LowtideError, match="No space left"):
+                Chain("other", CHAIN.stages).save(path)
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["chain.json"]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "note.txt"
+    write_text(path, "old")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(LowtideError, match="cannot be written"):
+        CHAIN.save(tmp_path / "no" / "chain.json")
