@@ -64,6 +64,12 @@ def choices_of(period: Period) -> list[Choice]:
     return found
 
 
+def typical_bytes(choices: Collection[Choice]) -> float:
+    """The mean size of what can be moved, each byte counting once."""
+    sizes = [choice.num_bytes for choice in choices]
+    return sum(size * size for size in sizes) / max(1, sum(sizes))
+
+
 def from_backward(period: Period, values: Collection[float]) -> Floats:
     """What is listed by computation, forward 1 first, listed by position, backward n first."""
     listed = np.asarray(values)

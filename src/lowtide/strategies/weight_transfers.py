@@ -37,6 +37,7 @@ def place(
     bandwidth: int,
     duplex: bool = True,
     discount: bool = True,
+    cuts: Sequence[int] | None = None,
 ) -> Placed | None:
     """Algorithm 2: the best periodic schedule of the chosen moves over all cuts, None where no cut runs.
 
@@ -47,6 +48,7 @@ def place(
         bandwidth: bytes per second each way, above 0.
         duplex: both directions at once.
         discount: a value that is on the host since its backward leaves after its forward without another copy.
+        cuts: try only these; None: all.
     """
     if not chosen:
         fits = period.most_bytes <= memory_budget
@@ -56,7 +58,8 @@ def place(
     moves = _moves_of(period, chosen, values, discount)
     state = new_state(period.num_stages, len(chosen), len(values))
     events = np.zeros_like(state.events)
-    seconds, cut, num_events = best_cut(course, moves, state, np.arange(moves.num_wrapping + 1), events)
+    tried = [cut for cut in cuts or range(moves.num_wrapping + 1) if cut <= moves.num_wrapping]
+    seconds, cut, num_events = best_cut(course, moves, state, np.array(tried, np.int64), events)
     if cut < 0:
         return None
     return Placed(seconds, int(cut), _operations(period, values, events[:num_events]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule
 from lowtide.strategies.weight_relaxation import relaxed_seconds
-from lowtide.strategies.weight_selection import Choice, choices_of, select_greedily
+from lowtide.strategies.weight_selection import Choice, choices_of, select_greedily, typical_bytes
 from lowtide.strategies.weight_transfers import Placed, place
 
 # Reserves tried, in typical weights. About two are on their way at a time, one out and one in; at low bandwidths and
@@ -86,14 +86,12 @@ def _selections(period: Period, memory_budget: int, *, discount: bool) -> Iterat
     With the discount also those that algorithm 1 makes without it, so that it never makes an answer worse.
     """
     choices = choices_of(period)
-    moved = [choice.num_bytes for choice in choices]
-    typical = sum(size * size for size in moved) / max(1, sum(moved))  # the mean, each byte counting once
     seen: set[tuple[frozenset[int], bool]] = set()
     for reserve in _RESERVES:
         for profit_discounted, shared in (
             ((True, True), (False, True), (False, False)) if discount else ((False, False),)
         ):
-            held_back = int(reserve * typical)
+            held_back = int(reserve * typical_bytes(choices))
             taken = select_greedily(period, choices, memory_budget - held_back, discount=profit_discounted)
             if taken is None or (frozenset(taken), shared) in seen:
                 continue
