@@ -1,0 +1,55 @@
+"""Whatever generator a stage draws from, it draws the same numbers again, and leaves the generator as it was."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from tests.runtime.test_living_with_others import recomputing
+from tests.runtime.training import assert_equal, gradients
+from torch import nn
+
+import lowtide
+
+
+class Noisy(nn.Module):
+    """Draws from every generator there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x):
+        x = self.linear(x) * (1 + 0.1 * random.random()) + 0.1 * float(numpy.random.rand())
+        x = x + 0.1 * torch.randn(x.shape, generator=self.generator)
+        return torch.tanh(x) * (torch.rand_like(x) > 0.3)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Noisy() if k % 2 else nn.Linear(8, 8) for k in range(6)))
+
+
+def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+    random.seed(1)
+    numpy.random.seed(2)
+    torch.manual_seed(3)
+    found = {}
+    for step in range(3):
+        model.zero_grad()
+        output = model(torch.ones(4, 8))
+        output.square().mean().backward()
+        found[f"{step} output"] = output.detach()
+        found.update({f"{step} {name}": gradient for name, gradient in gradients(model)})
+        following = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        found[f"{step} next numbers"] = torch.tensor(following)
+        found[f"{step} own"] = torch.stack([m.generator.get_state() for m in model if isinstance(m, Noisy)])
+    return found
+
+
+def test_generators_of_every_kind():
+    model = make()
+    lowtide.attach(model, recomputing(6))
+    assert_equal(numbers(model), numbers(make()))

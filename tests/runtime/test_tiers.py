@@ -1,0 +1,88 @@
+"""Room on the lower tier: taken, given back, limited; what comes back is what went."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.runtime import models
+from tests.runtime.test_living_with_others import SHAPE, offloading
+from tests.runtime.training import batches, train
+
+import lowtide
+from lowtide.runtime.arena import Arena, rounded
+from lowtide.runtime.bandwidth import measured_bandwidth
+from lowtide.runtime.cargo import Cargo
+from lowtide.runtime.file_tier import FileTier
+
+
+def test_room_is_never_given_twice_and_all_of_it_comes_back():
+    rng, arena = random.Random(0), Arena(100 * 512)
+    taken: dict[int, int] = {}
+    for _ in range(2000):
+        if taken and rng.random() < 0.5:
+            offset = rng.choice(list(taken))
+            arena.give_back(offset, taken.pop(offset))
+        else:
+            num_bytes = rng.randint(0, 5000)
+            offset = arena.take(num_bytes)
+            if offset is not None:
+                for other, size in taken.items():
+                    assert offset + rounded(num_bytes) <= other or other + rounded(size) <= offset
+                taken[offset] = num_bytes
+    for offset, num_bytes in taken.items():
+        arena.give_back(offset, num_bytes)
+    assert arena.free_bytes == arena.capacity_bytes
+    assert arena.take(arena.capacity_bytes) == 0
+
+
+def test_views_of_one_storage_move_once_and_come_back_as_they_were():
+    tier = FileTier()
+    base = torch.randn(64, 30)
+    views = [base, base.T, base[:, 10:20], base[::2, ::3], base[5].expand(4, 30), base.view(-1)[7:100]]
+    expected = [view.clone() for view in views]
+    cargo = Cargo()
+    kept = [cargo.view(view) for view in views]
+    assert cargo.num_bytes == base.untyped_storage().nbytes()
+    assert cargo.offload(tier) == cargo.num_bytes
+    cargo.leave()
+    base.fill_(float("nan"))
+    assert cargo.prefetch(tier) == cargo.num_bytes
+    cargo.arrive()
+    for view, value, before in zip(kept, expected, views, strict=True):
+        assert torch.equal(view.tensor(), value)
+        assert view.tensor().stride() == before.stride()
+    tier.close()
+
+
+def test_files_are_reused_over_many_steps():
+    model = models.stages_of_every_kind()
+    with lowtide.attach(model, offloading()) as plan:
+        tier = plan._part.execution.machine.tier
+        train(model, batches(SHAPE, 1))
+        capacity = tier.capacity_bytes
+        train(model, batches(SHAPE, 8))
+        assert tier.capacity_bytes == capacity
+        assert all(piece.arena.free_bytes == piece.arena.capacity_bytes for piece in tier._pieces)
+
+
+def test_the_host_budget_is_a_limit():
+    model = models.stages_of_every_kind()
+    with (
+        lowtide.attach(model, offloading(), host_memory_budget=600),
+        pytest.raises(lowtide.ExecutionError, match="host_memory_budget 600 B has no room"),
+    ):
+        model(batches(SHAPE, 1)[0])
+    with lowtide.attach(model, offloading(), host_memory_budget="1MiB"):
+        model(batches(SHAPE, 1)[0]).sum().backward()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    tier = FileTier(folder=str(tmp_path / "missing"))
+    with pytest.raises(lowtide.ExecutionError, match="TMPDIR"):
+        tier.store(torch.zeros(10).untyped_storage())
+
+
+def test_the_bandwidth_is_measured_once():
+    assert measured_bandwidth(torch.device("cpu")) == measured_bandwidth(torch.device("cpu")) > 0
