@@ -2,9 +2,9 @@ import json
 import math
 
 import pytest
+from tests.chains import random_chains
 
 from lowtide import Chain, ChainError, Stage, Variant
-from tests.chains import random_chains
 
 STAGE = {"name": "conv", "forward_seconds": 0.1, "backward_seconds": 0.2, "output_bytes": 10, "saved_bytes": 30}
 FILE = {"format": "lowtide.chain/1", "name": "net", "stages": [STAGE]}
@@ -57,7 +57,7 @@ def test_provenance_is_kept_and_does_not_count():
         (with_stage(variants=[{"name": "v"}]), ["stage 2", "variant 1", "forward_seconds", "missing"]),
         ({**FILE, "stages": []}, ["stages", "at least one"]),
         ({**FILE, "stages": [5]}, ["stage 1", "5", "an object"]),
-        ({**FILE, "stages": [{k: v for k, v in STAGE.items() if k != "saved_bytes"}]}, ["stage 1", "saved_bytes", "missing"]),
+        ({**FILE, "stages": [{k: STAGE[k] for k in STAGE if k != "saved_bytes"}]}, ["stage 1", "saved_bytes", "missing"]),
         ({**FILE, "format": "lowtide.chain/2"}, ["format", "lowtide.chain/2", "lowtide.chain/1"]),
         ({**FILE, "grads_resident": 1}, ["grads_resident", "true or false"]),
         ({**FILE, "colour": "red"}, ["'colour'"]),
@@ -80,7 +80,7 @@ def test_variants():
     slim = Variant("slim", 0.1, 0.3, saved_bytes=12)
     stage = Stage("conv", 0.1, 0.2, 10, 30, variants=(slim,))
     assert (stage.num_variants, stage.variant(0).saved_bytes, stage.variant(1)) == (2, 30, slim)
-    with pytest.raises(ChainError, match="variant 'thin'.*saved_bytes"):
+    with pytest.raises(ChainError, match=r"variant 'thin'.*saved_bytes"):
         Stage("conv", 0.1, 0.2, 10, 30, variants=(Variant("thin", 0.1, 0.3, saved_bytes=9),))
 
 

@@ -10,8 +10,8 @@ CHAIN = Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)])
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b'{"format": "lowtide.chain/1", "name": ', b"\xff\xfe\x00", b"[" * 100_000, b"NaN", b"1" * 10_000, b"null"],
-)  # fmt: skip
+    [b"", b"{", b'{"format": "lowtide.chain/1", ', b"\xff\xfe\x00", b"[" * 100_000, b"NaN", b"1" * 10_000, b"null"],
+)
 def test_garbage_is_refused_in_one_line(content, tmp_path):
     path = tmp_path / "garbage.json"
     path.write_bytes(content)

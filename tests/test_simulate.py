@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from tests.chains import random_chain
+from tests.runtime.schedules import random_schedule
 
 from lowtide import (
     Backward,
@@ -18,8 +20,6 @@ from lowtide import (
     simulate,
 )
 from lowtide.schedule import Start
-from tests.chains import random_chain
-from tests.runtime.schedules import random_schedule
 
 TWO = Chain("two", [Stage("f", 1.0, 2.0, 4, 6), Stage("g", 3.0, 4.0, 8, 10, backward_extra_bytes=5)], input_bytes=2)
 
