@@ -1,0 +1,28 @@
+"""Every benchmark that needs no GPU, one after the other: `make bench`, or `python -m benchmarks [NAME ...]`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+NAMES = ("startup", "selection", "solvers", "pofo", "weights", "overhead")
+
+
+def main() -> int:
+    chosen = sys.argv[1:] or NAMES
+    for name in chosen:
+        if name not in NAMES:
+            print(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+            return 2
+    failed = []
+    for name in chosen:
+        print(f"\n== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
