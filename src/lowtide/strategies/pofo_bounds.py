@@ -1,0 +1,178 @@
+"""Lower bounds for pofo: the least memory that the rest of a chain needs, and the least time that it takes.
+
+Both hold whatever is recomputed and moved, so a state that they rule out can be dropped and the optimum stays.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from lowtide.strategies.arrays import ChainArrays, Floats, Integers
+
+_NEVER = 2**62  # above the sum of any sizes a chain can have
+
+
+@njit(cache=True, nogil=True)
+def least_forward(chain: ChainArrays, least_block: Integers, recompute: bool) -> Integers:
+    """For (i, x), the least memory with which the stages from i on, their input included, can be done.
+
+    Everything that is kept for backward is moved, which is always possible and never takes memory.
+
+    Args:
+        chain: the network.
+        least_block: the least memory of the backward phase of i..j (`nested_table.Least.least_bytes`).
+        recompute: False: every forward runs once.
+    """
+    n = chain.output.size - 1
+    num_kinds = chain.saved.shape[1] + 1
+    least = np.full((n + 2, num_kinds), np.int64(_NEVER))
+    least[n + 1] = 0
+    beside = chain.standing[n]
+    for i in range(n, 0, -1):
+        for kind in range(num_kinds):
+            given = chain.output[i - 1] if kind == 0 else chain.saved[i - 1, kind - 1]
+            for v in range(chain.num_variants[i]):
+                own = given + max(chain.heavy_peak[i, v] + beside, chain.backward_peak[i, v])
+                least[i, kind] = min(least[i, kind], max(own, least[i + 1, v + 1]))
+            if not recompute:
+                continue
+            use = given + chain.light_peak[i] + beside
+            for j in range(i, n):
+                if j > i:
+                    use = max(use, chain.output[j - 1] + chain.light_peak[j] + beside)
+                needs = max(use, given + least_block[i, j], least[j + 1, 0])
+                least[i, kind] = min(least[i, kind], needs)
+    return least
+
+
+class Bounds(NamedTuple):
+    """What the stages from i on take at least; see `least_rest`."""
+
+    total: Floats
+    """Their computations, each once and in its fastest way."""
+    fast_forward: Floats
+    """Their forwards, each in the way with the fastest forward; likewise backward."""
+    fast_backward: Floats
+    slow_forward: Floats
+    """Their forwards, each in the slowest way: the longest that the link can send before the loss without idle time."""
+    slow_backward: Floats
+    saved: Integers
+    """abar of the stages i..n-1, each in its fastest way."""
+    loss: int
+    """What the loss itself uses."""
+    extra: Floats
+    """`extra[i, m]`: the seconds with which `spared[i, m]` of these bytes need not be saved, the best bargains first."""
+    spared: Floats
+    num_steps: Integers
+
+
+def bounds_of(chain: ChainArrays) -> Bounds:
+    """The bounds of all stages."""
+    n = chain.output.size - 1
+    both = chain.forward_seconds + chain.backward_seconds
+    fastest = both.argmin(axis=1)
+    own_saved = chain.saved[np.arange(n + 1), fastest]
+    own_saved[n] = 0
+    bargains = sorted(
+        (-spared / max(extra, 1e-12), i, extra, spared) for i in range(1, n) for extra, spared in _bargains(chain, i)
+    )
+    extra, spared = (np.zeros((n + 2, len(bargains) + 1)) for _ in range(2))
+    num_steps = np.zeros(n + 2, dtype=np.int64)
+    for i in range(1, n):
+        own = np.array([step[2:] for step in bargains if step[1] >= i]).reshape(-1, 2).cumsum(axis=0)
+        num_steps[i] = len(own)
+        extra[i, 1 : len(own) + 1], spared[i, 1 : len(own) + 1] = own[:, 0], own[:, 1]
+    slowest = np.maximum(chain.light_seconds, chain.forward_seconds.max(axis=1))
+    return Bounds(
+        total=_from_each_on(both.min(axis=1)),
+        fast_forward=_from_each_on(np.minimum(chain.light_seconds, chain.forward_seconds.min(axis=1))),
+        fast_backward=_from_each_on(chain.backward_seconds.min(axis=1)),
+        slow_forward=_from_each_on(slowest),
+        slow_backward=_from_each_on(chain.backward_seconds.max(axis=1)),
+        saved=_from_each_on(own_saved).astype(np.int64),
+        loss=int(np.maximum(chain.heavy_peak[n] + chain.standing[n], chain.backward_peak[n]).min()),
+        extra=extra,
+        spared=spared,
+        num_steps=num_steps,
+    )
+
+
+def _from_each_on(values: Floats | Integers) -> Floats:
+    """Entry i: the sum of the values i..n; entry n + 1: 0."""
+    return np.append(values[::-1].cumsum()[::-1], 0)
+
+
+def _bargains(chain: ChainArrays, i: int) -> list[tuple[float, float]]:
+    """How a stage can save less: steps of (extra seconds, bytes spared), the best bargain first.
+
+    The ways are its variants, and to save nothing and run its forward once more.
+    """
+    both = chain.forward_seconds[i] + chain.backward_seconds[i]
+    ways = [(float(both[v] - both.min()), float(chain.saved[i, v])) for v in range(chain.num_variants[i])]
+    ways.append((float(chain.light_seconds[i]), 0.0))
+    seconds, num_bytes = 0.0, float(chain.saved[i, both.argmin()])
+    steps = []
+    while num_bytes > 0:
+        price, to_bytes, to_seconds = min(
+            ((way[0] - seconds) / (num_bytes - way[1]), way[1], way[0]) for way in ways if way[1] < num_bytes
+        )
+        steps.append((max(0.0, price * (num_bytes - to_bytes)), num_bytes - to_bytes))
+        seconds, num_bytes = max(seconds, to_seconds), to_bytes
+    return steps
+
+
+@njit(cache=True, nogil=True)
+def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: float, bandwidth: float) -> float:
+    """What is left to do from stage i on takes at least so many seconds, both phases together.
+
+    By the loss, whatever abar of the stages i..n-1 is saved has to lie in the room that the loss leaves, or to have left;
+    afterwards it has to come back. What is too much for the link, before the loss or after it, costs either waiting or
+    the extra seconds of saving less. The bound is the least sum of the two where stages can be cut into pieces.
+
+    Args:
+        bounds: of the chain.
+        i: the stage.
+        room: M less A and the input of i.
+        leaving: Δ_F.
+        arriving: Δ_B.
+        bandwidth: β.
+    """
+    waiting = max(leaving / bandwidth, bounds.fast_forward[i]) + max(arriving / bandwidth, bounds.fast_backward[i])
+    over = bounds.saved[i] + bounds.loss - room
+    over_f = over + leaving - bandwidth * bounds.slow_forward[i]
+    over_b = over + arriving - bandwidth * bounds.slow_backward[i]
+    if over_f <= 0 and over_b <= 0:
+        return max(bounds.total[i], waiting)
+    extra, spared = bounds.extra[i], bounds.spared[i]
+    low, high = 0, bounds.num_steps[i]
+    while low < high:  # the first step from which on saving less no longer pays: the steps are ever worse bargains
+        middle = (low + high) // 2
+        num_bytes, seconds = spared[middle + 1] - spared[middle], extra[middle + 1] - extra[middle]
+        gain = 0.0
+        if over_f > spared[middle]:
+            gain += num_bytes / bandwidth
+        if over_b > spared[middle] + bandwidth * extra[middle]:
+            gain += num_bytes / bandwidth + seconds
+        if seconds >= gain:
+            high = middle
+        else:
+            low = middle + 1
+    best = _cost_at(extra[low], spared[low], over_f, over_b, bandwidth)
+    if low > 0:  # within the last step, where one of the two waits becomes nothing
+        num_bytes, seconds = spared[low] - spared[low - 1], extra[low] - extra[low - 1]
+        for over_x, also in ((over_f, 0.0), (over_b, bandwidth)):
+            gain = num_bytes + also * seconds
+            share = (over_x - spared[low - 1] - also * extra[low - 1]) / gain if gain > 0 else 1.0
+            if 0 < share < 1:
+                at = extra[low - 1] + share * seconds, spared[low - 1] + share * num_bytes
+                best = min(best, _cost_at(at[0], at[1], over_f, over_b, bandwidth))
+    return max(bounds.total[i] + best, waiting)
+
+
+@njit(cache=True, nogil=True)
+def _cost_at(extra: float, spared: float, over_f: float, over_b: float, bandwidth: float) -> float:
+    wait = max(0.0, over_f - spared) + max(0.0, over_b - spared - bandwidth * extra)
+    return extra + wait / bandwidth

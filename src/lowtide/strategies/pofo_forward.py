@@ -1,0 +1,357 @@
+"""The forward phase of pofo: what to keep, what to move, what to recompute, from stage 1 to the loss.
+
+A state of appendix B is (i, x, A, Δ_F, Δ_B): the input of stage i is a[i-1] (x = 0) or abar[i-1] (x = 1 + its variant), A
+bytes of earlier inputs stay on the device, Δ_F bytes have still to leave it, Δ_B bytes have to be back before backward
+i-1. What runs before F_i and from B_{i-1} on is decided when a state is reached, and so is its time: states are labels
+that grow from (1, 0, 0, 0, 0) on, in exact bytes.
+
+Which labels are dropped, and why the best one stays:
+
+- those that cannot be completed within the memory (`pofo_bounds.least_forward`);
+- those that cannot come below a time that is known to be reachable (`pofo_bounds.least_rest`);
+- those that another label of the same (i, x) dominates: that one stores no more, and is no later even after waiting for
+  what it has more in Δ_F and Δ_B;
+- on chains of more than `EXACT_STAGES` stages, of the labels in one slot of (A, Δ_F, Δ_B) all but the one with the least
+  bound, and of all that are left in (i, x) the ones with the greatest bounds, beyond `LABELS_PER_SLOT` times the number
+  of slots. Only this can lose the optimum; more slots lose less.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from lowtide.strategies.arrays import ChainArrays, Floats, Integers
+from lowtide.strategies.pofo_backward import Blocks, block_seconds
+from lowtide.strategies.pofo_bounds import Bounds, least_rest
+
+# Chains up to this length have few enough labels to keep all that are not dominated.
+EXACT_STAGES = 8
+# With 50 slots this keeps the 500 best labels of each (i, x).
+LABELS_PER_SLOT = 10
+# Half a slot more in A is no reason to keep a label that is as good otherwise.
+_SAME_SLOT = 0.5
+
+# The columns of a label.
+STAGE, KIND, PARENT, MOVED, STORED = range(5)
+LEAVING, ARRIVING, SECONDS, AT_LEAST = range(4)
+
+
+class Found(NamedTuple):
+    """What a search found: all labels, and the completed ones, best first.
+
+    `numbers` has the columns i, x, the row of the label before (-1: none), whether that one's input is moved, A;
+    `amounts` has Δ_F, Δ_B, the time so far, the least total. `ends` has the rows of completed labels and the variants of
+    their last stage, `totals` their times.
+    """
+
+    numbers: Integers
+    amounts: Floats
+    ends: Integers
+    totals: Floats
+
+
+class _Settings(NamedTuple):
+    memory: int
+    bandwidth: float
+    unit: float
+    num_slots: int
+    exact: bool
+    limit: float
+
+
+class _Pool(NamedTuple):
+    """Labels as rows (see `Found`), and how many there are."""
+
+    numbers: Integers
+    amounts: Floats
+    size: Integers
+
+
+class _Forwards(NamedTuple):
+    """For the light forwards i..j of the forward phase; what stands beside them is counted, the input of i is not."""
+
+    seconds: Floats
+    use: Integers
+    """The greatest use of those after i."""
+    lead: Floats
+    """max(use / β - the time of those before it)"""
+
+
+@njit(cache=True, nogil=True)
+def search(
+    chain: ChainArrays,
+    blocks: Blocks,
+    least: Integers,
+    bounds: Bounds,
+    recompute: bool,
+    memory: int,
+    bandwidth: float,
+    num_slots: int,
+    limit: float,
+) -> Found:
+    """Grow the labels from stage 1 to the loss.
+
+    Args:
+        chain: the network.
+        blocks: the backward phase.
+        least: `pofo_bounds.least_forward`.
+        bounds: `pofo_bounds.bounds_of`.
+        recompute: allow case 2; without it every forward runs once.
+        memory: M, without what is fixed.
+        bandwidth: β, bytes per second, above 0.
+        num_slots: how finely A, Δ_F and Δ_B are told apart.
+        limit: only labels that may come to no more than this time are kept.
+    """
+    n = chain.output.size - 1
+    num_kinds = chain.saved.shape[1] + 1
+    settings = _Settings(memory, bandwidth, max(memory, 1) / num_slots, num_slots, n <= EXACT_STAGES, limit)
+    grid = np.full(1 if settings.exact else (num_slots + 1) ** 3, np.int32(-1))
+    forwards = _forwards(chain, bandwidth)
+    pool = _new_pool(1024)
+    pool.numbers[0] = (1, 0, -1, 0, 0)
+    pool.amounts[0] = (0.0, 0.0, 0.0, 0.0)
+    pool.size[0] = 1
+    first = np.zeros((n + 2, num_kinds + 1), dtype=np.int64)
+    first[1, 1:] = 1
+    for stage in range(2, n + 1):
+        for kind in range(num_kinds):
+            first[stage, kind] = pool.size[0]
+            if kind == 0 and recompute:
+                made = _labels_keep(chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid)
+            elif 0 < kind <= chain.num_variants[stage - 1]:
+                made = _labels_all(chain, pool, first, stage, kind, settings, least, bounds, grid)
+            else:
+                continue
+            pool = _keep_best(pool, made, settings, grid)
+        first[stage, num_kinds] = pool.size[0]
+    ends, totals = _completed(chain, pool, first[n, 0], first[n, num_kinds], settings)
+    return Found(pool.numbers[: pool.size[0]], pool.amounts[: pool.size[0]], ends, totals)
+
+
+@njit(cache=True, nogil=True)
+def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
+    n = chain.output.size - 1
+    seconds, lead = np.zeros((n + 2, n + 2)), np.zeros((n + 2, n + 2))
+    use = np.zeros((n + 2, n + 2), dtype=np.int64)
+    beside = chain.standing[n]
+    for i in range(1, n + 1):
+        total = 0.0
+        most = np.int64(0)
+        need = chain.light_peak[i] + beside
+        first = need / bandwidth
+        for k in range(i, n + 1):
+            if k > i:
+                need = chain.output[k - 1] + chain.light_peak[k] + beside
+                most = max(most, need)
+                first = max(first, need / bandwidth - total)
+            total += chain.light_seconds[k]
+            seconds[i, k], use[i, k], lead[i, k] = total, most, first
+    return _Forwards(seconds, use, lead)
+
+
+@njit(cache=True, nogil=True)
+def _given(chain: ChainArrays, stage: int, kind: int) -> int:
+    """The bytes of a stage's input."""
+    return chain.output[stage - 1] if kind == 0 else chain.saved[stage - 1, kind - 1]
+
+
+@njit(cache=True, nogil=True)
+def _labels_all(chain, pool, first, stage, kind, settings, least, bounds, grid):  # type: ignore[no-untyped-def]
+    """Case 1: the labels of `stage` after a forward `all` of the stage before it."""
+    made = _new_pool(64)
+    for row in range(first[stage - 1, 0], first[stage - 1, -1]):
+        fits, after, leaving, arriving = _after_all(chain, pool, row, kind - 1, settings)
+        if fits:
+            made = _branch(
+                chain, pool, row, made, settings, least, bounds, grid, stage, kind, after, leaving, arriving, True, True
+            )
+    return made
+
+
+@njit(cache=True, nogil=True)
+def _labels_keep(
+    chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid
+):  # type: ignore[no-untyped-def]
+    """Case 2: the labels of `stage` after light forwards from any stage before it."""
+    made = _new_pool(64)
+    for i in range(stage - 1, 0, -1):
+        if blocks.row[i, stage - 1] < 0:
+            break
+        for row in range(first[i, 0], first[i, -1]):
+            after, leaving, arriving, may_stay, may_move = _after_keep(
+                chain, blocks, forwards, pool, row, stage - 1, settings
+            )
+            if after < np.inf:
+                made = _branch(
+                    chain, pool, row, made, settings, least, bounds, grid, stage, 0, after, leaving, arriving, may_stay,
+                    may_move,
+                )
+    return made
+
+
+@njit(cache=True, nogil=True)
+def _after_all(chain, pool, row, v, settings):  # type: ignore[no-untyped-def]
+    """Whether forward `all` and backward fit after a label; the time then, and what is left to leave and to arrive."""
+    i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
+    leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
+    memory, bandwidth = settings.memory, settings.bandwidth
+    used = stored + _given(chain, i, kind)
+    during_forward = used + chain.heavy_peak[i, v] + chain.standing[chain.output.size - 1]
+    during_backward = used + chain.backward_peak[i, v]
+    if max(during_forward, during_backward) > memory:
+        return False, 0.0, 0.0, 0.0
+    forward = chain.forward_seconds[i, v] + max(0.0, (during_forward + leaving - memory) / bandwidth)
+    backward = chain.backward_seconds[i, v] + max(0.0, (during_backward + arriving - memory) / bandwidth)
+    after = pool.amounts[row, SECONDS] + forward + backward
+    return True, after, leaving - forward * bandwidth, arriving - backward * bandwidth
+
+
+@njit(cache=True, nogil=True)
+def _after_keep(chain, blocks, forwards, pool, row, j, settings):  # type: ignore[no-untyped-def]
+    """The same for light forwards i..j, recomputed later: the time is inf where they do not fit; and whether the input
+    of i may stay, and may move.
+    """
+    i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
+    leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
+    bandwidth = settings.bandwidth
+    given = _given(chain, i, kind)
+    room = settings.memory - stored - given
+    may_stay, may_move = forwards.use[i, j] <= room, forwards.use[i, j] <= room + given
+    if chain.light_peak[i] + chain.standing[chain.output.size - 1] > room or not may_move:
+        return np.inf, 0.0, 0.0, False, False
+    backward = block_seconds(blocks, i, j, room, arriving)
+    forward = forwards.seconds[i, j] + max(0.0, forwards.lead[i, j] + (leaving - room) / bandwidth)
+    after = pool.amounts[row, SECONDS] + forward + backward
+    return after, leaving - forward * bandwidth, arriving - backward * bandwidth, may_stay, may_move
+
+
+@njit(cache=True, nogil=True)
+def _branch(
+    chain, pool, row, made, settings, least, bounds, grid, stage, kind, after, leaving, arriving, may_stay, may_move
+):  # type: ignore[no-untyped-def]
+    """Offer the two labels that follow one: its input stays, its input moves."""
+    if after + bounds.total[stage] > settings.limit:
+        return made
+    given = _given(chain, pool.numbers[row, STAGE], pool.numbers[row, KIND])
+    for moved in range(2):
+        if (moved == 0 and not may_stay) or (moved == 1 and (not may_move or given == 0)):
+            continue
+        stored = pool.numbers[row, STORED] + (0 if moved else given)
+        if stored + least[stage, kind] > settings.memory:
+            continue
+        leaves = max(leaving + (given if moved else 0), 0.0)
+        arrives = max(arriving, 0.0) + (given if moved else 0)
+        room = settings.memory - stored - _given(chain, stage, kind)
+        total = after + least_rest(bounds, stage, room, leaves, arrives, settings.bandwidth)
+        if total <= settings.limit:
+            made = _offer(made, settings, grid, (stage, kind, row, moved, stored), (leaves, arrives, after, total))
+    return made
+
+
+@njit(cache=True, nogil=True)
+def _offer(made, settings, grid, numbers, amounts):  # type: ignore[no-untyped-def]
+    """Add a label; of those in one slot the one with the least bound stays."""
+    made = _with_room(made, 1)
+    row = made.size[0]
+    if not settings.exact:
+        slot = _slot(settings, numbers[STORED], amounts[LEAVING], amounts[ARRIVING])
+        other = grid[slot]
+        if other >= 0:
+            if amounts[AT_LEAST] >= made.amounts[other, AT_LEAST]:
+                return made
+            row = np.int64(other)
+        grid[slot] = row
+    made.numbers[row] = numbers
+    made.amounts[row] = amounts
+    if row == made.size[0]:
+        made.size[0] += 1
+    return made
+
+
+@njit(cache=True, nogil=True)
+def _slot(settings: _Settings, stored: int, leaving: float, arriving: float) -> int:
+    side = settings.num_slots + 1
+    a = min(int(stored / settings.unit), settings.num_slots)
+    f = min(int(leaving / settings.unit), settings.num_slots)
+    b = min(int(arriving / settings.unit), settings.num_slots)
+    return (a * side + f) * side + b
+
+
+@njit(cache=True, nogil=True)
+def _keep_best(pool, made, settings, grid):  # type: ignore[no-untyped-def]
+    """Move the labels that no other one dominates to the pool, by rising bound, as many as may be kept.
+
+    Whatever dominates a label has no greater bound, so it comes first.
+    """
+    size = made.size[0]
+    if not settings.exact:
+        for row in range(size):
+            amounts = made.amounts[row]
+            grid[_slot(settings, made.numbers[row, STORED], amounts[LEAVING], amounts[ARRIVING])] = -1
+    most = size if settings.exact else LABELS_PER_SLOT * settings.num_slots
+    more_stored = 0.0 if settings.exact else _SAME_SLOT * settings.unit
+    pool = _with_room(pool, min(size, most))
+    begin = pool.size[0]
+    for row in np.argsort(made.amounts[:size, AT_LEAST], kind="mergesort"):
+        end = pool.size[0]
+        if end - begin == most:
+            break
+        if not _dominated(made, row, pool, begin, end, more_stored, settings.bandwidth):
+            pool.numbers[end] = made.numbers[row]
+            pool.amounts[end] = made.amounts[row]
+            pool.size[0] += 1
+    return pool
+
+
+@njit(cache=True, nogil=True)
+def _dominated(made, row, pool, begin, end, more_stored, bandwidth):  # type: ignore[no-untyped-def]
+    """Whether one of the labels begin..end-1 of the pool is at least as good in every respect."""
+    stored = made.numbers[row, STORED] + more_stored
+    leaving, arriving = made.amounts[row, LEAVING], made.amounts[row, ARRIVING]
+    seconds = made.amounts[row, SECONDS]
+    for other in range(begin, end):
+        if pool.numbers[other, STORED] <= stored and pool.amounts[other, SECONDS] <= seconds:
+            wait = max(pool.amounts[other, LEAVING] - leaving, 0.0) + max(pool.amounts[other, ARRIVING] - arriving, 0.0)
+            if pool.amounts[other, SECONDS] + wait / bandwidth <= seconds:
+                return True
+    return False
+
+
+@njit(cache=True, nogil=True)
+def _completed(chain, pool, begin, end, settings):  # type: ignore[no-untyped-def]
+    """The loss after every label of stage n: between F_n and B_n all has to have left, and to begin to come back."""
+    n = chain.output.size - 1
+    ends, totals = np.empty(((end - begin) * chain.num_variants[n], 2), dtype=np.int64), np.empty(0)
+    totals = np.empty(ends.shape[0])
+    size = 0
+    for row in range(begin, end):
+        for v in range(chain.num_variants[n]):
+            fits, after, leaving, arriving = _after_all(chain, pool, row, v, settings)
+            if fits:
+                ends[size] = (row, v)
+                totals[size] = after + (max(leaving, 0.0) + max(arriving, 0.0)) / settings.bandwidth
+                size += 1
+    order = np.argsort(totals[:size], kind="mergesort")
+    return ends[order], totals[order]
+
+
+@njit(cache=True, nogil=True)
+def _new_pool(capacity: int) -> _Pool:
+    return _Pool(np.empty((capacity, 5), dtype=np.int64), np.empty((capacity, 4)), np.zeros(1, dtype=np.int64))
+
+
+@njit(cache=True, nogil=True)
+def _with_room(pool: _Pool, num_more: int) -> _Pool:
+    """The pool, with room for so many more labels."""
+    size = pool.size[0]
+    if size + num_more <= pool.amounts.shape[0]:
+        return pool
+    larger = _new_pool(2 * (size + num_more))
+    larger.numbers[:size] = pool.numbers[:size]
+    larger.amounts[:size] = pool.amounts[:size]
+    larger.size[0] = size
+    return larger
