@@ -4,13 +4,13 @@
 | --- | --- |
 | a^k | `output[k]`, k = 0..n |
 | ā^k of variant v | `saved[k, v]` |
-| δ^j and what else stands beside the stages up to j | `standing[j]`: delta[j] and the weight gradients of all stages after j |
+| δ^j and what else stands beside | `standing[j]`: delta[j] and the weight gradients of all stages after j |
 | M_{F_∅^k}, less δ^j and the stage's input | `light_peak[k]` = a[k] + forward_extra[k] |
 | M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + forward_extra[k] |
-| M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + the weight gradients from k on |
+| M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + weight gradients from k on |
 
-The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never in
-these figures; it is counted by whoever keeps it.
+The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
+in these figures; it is counted by whoever keeps it.
 """
 
 from __future__ import annotations

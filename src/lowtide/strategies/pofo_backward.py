@@ -10,8 +10,8 @@ run at all if no M_o exceeds the room m = M - A. So, with L = T + K, a sequence 
 
     C_Δ(i, j, A, Δ) = min over the sequences that fit of max(T_S, L_S + (Δ - m) / β),
 
-and the table holds, for every i..j and every room in slots, the T and L of a few sequences: those that are best for Δ = 0
-(the shortest), for Δ = m (the least late), and between. They follow from those of shorter sub-chains, by the two
+and the table holds, for every i..j and every room in slots, the T and L of a few sequences: those that are best for
+Δ = 0 (the shortest), for Δ = m (the least late), and between. They follow from those of shorter sub-chains, by the two
 cases of appendix B.3 (a right part r, a left part l):
 
     all:   T = u_F + u_B + T_r            L = max(T + M_B/β, u_F + L_r + ā_i/β, u_F + M_F/β)
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
     num_distinct: NDArray[np.int32]
     """By row: 1 where all sequences kept are the same."""
     ahead: Floats
-    """For the light forwards i..i', by (i, i'): their time, their greatest use, max(use/β - the time of those after it);
+    """For the light forwards i..i', by (i, i'): their time, their greatest use, max(use/β - the time of those after);
     the input of i and what stands beside are not counted."""
     fastest: Floats
     """`fastest[j] - fastest[i-1]`: forward and backward of i..j once, each in its fastest way."""
@@ -264,7 +264,14 @@ def _try_keep(
 
 @njit(cache=True, nogil=True)
 def _try_all(
-    chain: ChainArrays, blocks: Blocks, i: int, j: int, v: int, seconds: Singles, late: Singles, score: Singles,
+    chain: ChainArrays,
+    blocks: Blocks,
+    i: int,
+    j: int,
+    v: int,
+    seconds: Singles,
+    late: Singles,
+    score: Singles,
     shift: Singles,
 ) -> None:
     """Lower a row to what a forward `all` in variant v costs."""
@@ -295,15 +302,16 @@ def _try_all(
 @njit(cache=True, nogil=True)
 def block_seconds(blocks: Blocks, i: int, j: int, room: int, arriving: float) -> float:
     """C_Δ(i, j, A, Δ) with `room` = M - A and `arriving` = Δ, as far as the table knows; inf: no room."""
-    if room < blocks.least_bytes[i, j] or blocks.row[i, j] < 0:
+    if room < blocks.least_bytes[i, j]:
         return np.inf
     shift = (arriving - room) / blocks.bandwidth
-    slot = min(rounded_down(room, blocks.unit_bytes), blocks.seconds.shape[2] - 1)
     row = blocks.row[i, j]
     best = np.inf
-    for kept in range(NUM_KEPT):
-        best = min(best, max(np.float64(blocks.seconds[row, kept, slot]), blocks.late[row, kept, slot] + shift))
-    if best == np.inf:  # between the least bytes and the first slot that holds them
+    if row >= 0:
+        slot = min(rounded_down(room, blocks.unit_bytes), blocks.seconds.shape[2] - 1)
+        for kept in range(NUM_KEPT):
+            best = min(best, max(np.float64(blocks.seconds[row, kept, slot]), blocks.late[row, kept, slot] + shift))
+    if best == np.inf:  # without a row, or between the least bytes and the first slot that holds them
         seconds = blocks.fastest[j] - blocks.fastest[i - 1] + blocks.least_slower[i, j]
         best = max(seconds, seconds + blocks.least_bytes[i, j] / blocks.bandwidth + shift)
     return best

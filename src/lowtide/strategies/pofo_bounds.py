@@ -59,12 +59,13 @@ class Bounds(NamedTuple):
     slow_forward: Floats
     """Their forwards, each in the slowest way: the longest that the link can send before the loss without idle time."""
     slow_backward: Floats
+    """The same after the loss, but for `extra`: a stage that is recomputed takes no longer than this and its extra."""
     saved: Integers
     """abar of the stages i..n-1, each in its fastest way."""
     loss: int
     """What the loss itself uses."""
     extra: Floats
-    """`extra[i, m]`: the seconds with which `spared[i, m]` of these bytes need not be saved, the best bargains first."""
+    """`extra[i, m]`: the seconds with which `spared[i, m]` of these bytes need not be saved, best bargains first."""
     spared: Floats
     num_steps: Integers
 
@@ -85,13 +86,14 @@ def bounds_of(chain: ChainArrays) -> Bounds:
         own = np.array([step[2:] for step in bargains if step[1] >= i]).reshape(-1, 2).cumsum(axis=0)
         num_steps[i] = len(own)
         extra[i, 1 : len(own) + 1], spared[i, 1 : len(own) + 1] = own[:, 0], own[:, 1]
-    slowest = np.maximum(chain.light_seconds, chain.forward_seconds.max(axis=1))
+    slow_forward = np.maximum(chain.light_seconds, chain.forward_seconds.max(axis=1))
+    slow_backward = np.maximum(chain.backward_seconds.max(axis=1), both.min(axis=1) - chain.light_seconds)
     return Bounds(
         total=_from_each_on(both.min(axis=1)),
         fast_forward=_from_each_on(np.minimum(chain.light_seconds, chain.forward_seconds.min(axis=1))),
         fast_backward=_from_each_on(chain.backward_seconds.min(axis=1)),
-        slow_forward=_from_each_on(slowest),
-        slow_backward=_from_each_on(chain.backward_seconds.max(axis=1)),
+        slow_forward=_from_each_on(slow_forward),
+        slow_backward=_from_each_on(slow_backward),
         saved=_from_each_on(own_saved).astype(np.int64),
         loss=int(np.maximum(chain.heavy_peak[n] + chain.standing[n], chain.backward_peak[n]).min()),
         extra=extra,
@@ -128,9 +130,9 @@ def _bargains(chain: ChainArrays, i: int) -> list[tuple[float, float]]:
 def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: float, bandwidth: float) -> float:
     """What is left to do from stage i on takes at least so many seconds, both phases together.
 
-    By the loss, whatever abar of the stages i..n-1 is saved has to lie in the room that the loss leaves, or to have left;
-    afterwards it has to come back. What is too much for the link, before the loss or after it, costs either waiting or
-    the extra seconds of saving less. The bound is the least sum of the two where stages can be cut into pieces.
+    By the loss, whatever abar of the stages i..n-1 is saved has to lie in the room that the loss leaves, or to have
+    left; afterwards it has to come back. What is too much for the link, before the loss or after it, costs either
+    waiting or the extra seconds of saving less. The bound is the least sum of the two where stages can be cut at will.
 
     Args:
         bounds: of the chain.
@@ -145,7 +147,7 @@ def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: floa
     over_f = over + leaving - bandwidth * bounds.slow_forward[i]
     over_b = over + arriving - bandwidth * bounds.slow_backward[i]
     if over_f <= 0 and over_b <= 0:
-        return max(bounds.total[i], waiting)
+        return float(max(bounds.total[i], waiting))
     extra, spared = bounds.extra[i], bounds.spared[i]
     low, high = 0, bounds.num_steps[i]
     while low < high:  # the first step from which on saving less no longer pays: the steps are ever worse bargains
@@ -169,7 +171,7 @@ def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: floa
             if 0 < share < 1:
                 at = extra[low - 1] + share * seconds, spared[low - 1] + share * num_bytes
                 best = min(best, _cost_at(at[0], at[1], over_f, over_b, bandwidth))
-    return max(bounds.total[i] + best, waiting)
+    return float(max(bounds.total[i] + best, waiting))
 
 
 @njit(cache=True, nogil=True)

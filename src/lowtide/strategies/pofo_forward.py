@@ -1,19 +1,19 @@
 """The forward phase of pofo: what to keep, what to move, what to recompute, from stage 1 to the loss.
 
-A state of appendix B is (i, x, A, Δ_F, Δ_B): the input of stage i is a[i-1] (x = 0) or abar[i-1] (x = 1 + its variant), A
-bytes of earlier inputs stay on the device, Δ_F bytes have still to leave it, Δ_B bytes have to be back before backward
-i-1. What runs before F_i and from B_{i-1} on is decided when a state is reached, and so is its time: states are labels
-that grow from (1, 0, 0, 0, 0) on, in exact bytes.
+A state of appendix B is (i, x, A, Δ_F, Δ_B): the input of stage i is a[i-1] (x = 0) or abar[i-1] (x = 1 + its
+variant), A bytes of earlier inputs stay on the device, Δ_F bytes have still to leave it, Δ_B bytes have to be back
+before backward i-1. What runs before F_i and from B_{i-1} on is decided when a state is reached, and so is its time:
+states are labels that grow from (1, 0, 0, 0, 0) on, in exact bytes.
 
 Which labels are dropped, and why the best one stays:
 
 - those that cannot be completed within the memory (`pofo_bounds.least_forward`);
 - those that cannot come below a time that is known to be reachable (`pofo_bounds.least_rest`);
-- those that another label of the same (i, x) dominates: that one stores no more, and is no later even after waiting for
-  what it has more in Δ_F and Δ_B;
-- on chains of more than `EXACT_STAGES` stages, of the labels in one slot of (A, Δ_F, Δ_B) all but the one with the least
-  bound, and of all that are left in (i, x) the ones with the greatest bounds, beyond `LABELS_PER_SLOT` times the number
-  of slots. Only this can lose the optimum; more slots lose less.
+- those that another label of the same (i, x) dominates: that one stores no more and is no later even after waiting
+  for what it has more in Δ_F and Δ_B;
+- on chains of more than `EXACT_STAGES` stages, of the labels in one slot of (A, Δ_F, Δ_B) all but the one with the
+  least bound, and of all that are left in (i, x) those with the greatest bounds, beyond `LABELS_PER_SLOT` times the
+  number of slots. Only this can lose the optimum; more slots lose less.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
 from lowtide.strategies.pofo_backward import Blocks, block_seconds
@@ -44,8 +43,8 @@ class Found(NamedTuple):
     """What a search found: all labels, and the completed ones, best first.
 
     `numbers` has the columns i, x, the row of the label before (-1: none), whether that one's input is moved, A;
-    `amounts` has Δ_F, Δ_B, the time so far, the least total. `ends` has the rows of completed labels and the variants of
-    their last stage, `totals` their times.
+    `amounts` has Δ_F, Δ_B, the time so far, the least total. `ends` has the rows of completed labels and the variants
+    of their last stage, `totals` their times.
     """
 
     numbers: Integers
@@ -156,7 +155,7 @@ def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
 @njit(cache=True, nogil=True)
 def _given(chain: ChainArrays, stage: int, kind: int) -> int:
     """The bytes of a stage's input."""
-    return chain.output[stage - 1] if kind == 0 else chain.saved[stage - 1, kind - 1]
+    return int(chain.output[stage - 1] if kind == 0 else chain.saved[stage - 1, kind - 1])
 
 
 @njit(cache=True, nogil=True)
@@ -173,9 +172,7 @@ def _labels_all(chain, pool, first, stage, kind, settings, least, bounds, grid):
 
 
 @njit(cache=True, nogil=True)
-def _labels_keep(
-    chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid
-):  # type: ignore[no-untyped-def]
+def _labels_keep(chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid):  # type: ignore[no-untyped-def]
     """Case 2: the labels of `stage` after light forwards from any stage before it."""
     made = _new_pool(64)
     for i in range(stage - 1, 0, -1):
@@ -187,7 +184,20 @@ def _labels_keep(
             )
             if after < np.inf:
                 made = _branch(
-                    chain, pool, row, made, settings, least, bounds, grid, stage, 0, after, leaving, arriving, may_stay,
+                    chain,
+                    pool,
+                    row,
+                    made,
+                    settings,
+                    least,
+                    bounds,
+                    grid,
+                    stage,
+                    0,
+                    after,
+                    leaving,
+                    arriving,
+                    may_stay,
                     may_move,
                 )
     return made
@@ -230,9 +240,9 @@ def _after_keep(chain, blocks, forwards, pool, row, j, settings):  # type: ignor
 
 
 @njit(cache=True, nogil=True)
-def _branch(
+def _branch(  # type: ignore[no-untyped-def]
     chain, pool, row, made, settings, least, bounds, grid, stage, kind, after, leaving, arriving, may_stay, may_move
-):  # type: ignore[no-untyped-def]
+):
     """Offer the two labels that follow one: its input stays, its input moves."""
     if after + bounds.total[stage] > settings.limit:
         return made

@@ -1,0 +1,65 @@
+"""`offload`: each computation once, and the best choice of activations to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.schedule import Backward, Forward
+from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.conversion import converted, fastest
+from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
+from lowtide.strategies.transfers import Profile
+
+# The model's best plans are close to each other, and conversion does not cost each the same.
+_NUM_PLANS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOnly:
+    """Every stage saves everything; what does not fit waits on the host.
+
+    What to move is optimal in the continuous model of pofo with forward `all` alone. Reference: Beaumont,
+    Eyraud-Dubois, Shilova, "Efficient combination of rematerialization and offloading for training DNNs", 2021, §5.2.
+
+    Args:
+        slots: how finely amounts of memory are told apart on long chains.
+
+    Example:
+        >>> from lowtide import Chain, Stage, solve
+        >>> chain = Chain("four", [Stage(str(k), 1.0, 1.0, output_bytes=8, saved_bytes=8) for k in range(4)])
+        >>> solve(chain, memory_budget=40, strategy="offload", bandwidth=8).seconds
+        8.0
+    """
+
+    slots: int = DEFAULT_NUM_SLOTS
+
+    def plan(self, problem: Problem) -> Answer:
+        """The best of the converted plans, by simulation.
+
+        Raises:
+            InfeasibleBudgetError: below `minimum_bytes`.
+        """
+        minimum = self.minimum_bytes(problem)
+        if problem.memory_budget < minimum:
+            raise problem.infeasible("offload", minimum)
+        profile = _store_all(problem)
+        everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+        if not problem.bandwidth or problem.memory_budget >= profile.need_bytes(()):
+            schedule = fastest(problem, "offload", [everything])
+            assert schedule is not None
+            return Answer(schedule, model_seconds=profile.compute_seconds)
+        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
+        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
+        schedule = fastest(problem, "offload", [*(converted(problem, plan) for plan in plans), everything])
+        assert schedule is not None
+        return Answer(schedule, model_seconds=plans[0].seconds)
+
+    def minimum_bytes(self, problem: Problem) -> int:
+        """The largest single computation with its own values; without a link, what plain training needs."""
+        return _store_all(problem).need_bytes(None if problem.bandwidth else ())
+
+
+def _store_all(problem: Problem) -> Profile:
+    stages = range(1, problem.chain.num_stages + 1)
+    order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
+    return Profile(problem.chain, [*order, *(Backward(k) for k in reversed(stages))])

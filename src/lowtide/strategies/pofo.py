@@ -1,0 +1,88 @@
+"""`pofo`: the optimal combination of recomputation and offloading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.schedule import Backward, Forward
+from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.conversion import converted, fastest
+from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
+from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested_table import Table, least_memory
+from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
+from lowtide.strategies.slots import DEFAULT_NUM_SLOTS as RECOMPUTATION_SLOTS
+from lowtide.strategies.transfers import Placement, Profile
+
+# The model's best plans are close to each other, and conversion does not cost each the same.
+_NUM_PLANS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pofo:
+    """Recompute or move, whichever is cheaper where, so that both the processor and the link are busy.
+
+    Searches the continuous model (memory is freed and fetched bit by bit), converts its best plans into schedules that
+    move each value at once, and answers with the fastest by simulation; pure recomputation and pure offloading are in
+    the search space and are tried too. Chooses among the variants of each stage. Reference: Beaumont, Eyraud-Dubois,
+    Shilova, "Efficient combination of rematerialization and offloading for training DNNs", 2021, §4 and appendix B.
+
+    Args:
+        slots: how finely amounts of memory are told apart on long chains.
+
+    Example:
+        >>> from lowtide import Chain, Stage, solve
+        >>> chain = Chain("four", [Stage(str(k), 1.0, 1.0, output_bytes=8, saved_bytes=8) for k in range(4)])
+        >>> solve(chain, memory_budget=40, strategy="pofo", bandwidth=8).seconds
+        8.0
+    """
+
+    slots: int = DEFAULT_NUM_SLOTS
+
+    def plan(self, problem: Problem) -> Answer:
+        """The best of the converted plans, by simulation.
+
+        Raises:
+            InfeasibleBudgetError: below `minimum_bytes`.
+        """
+        if not problem.bandwidth:
+            return plan_nested(problem, costs_of(problem.chain), "pofo", RECOMPUTATION_SLOTS)
+        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
+        if problem.memory_budget < model.minimum_bytes:
+            raise problem.infeasible("pofo", model.minimum_bytes)
+        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
+        placements = [converted(problem, plan) for plan in plans]
+        placements += [_recomputed(problem), *self._offloaded(problem)]
+        schedule = fastest(problem, "pofo", placements)
+        assert schedule is not None
+        return Answer(schedule, model_seconds=plans[0].seconds)
+
+    def minimum_bytes(self, problem: Problem) -> int:
+        """What is needed where every value that is kept is moved; without a link, what rotor needs."""
+        if not problem.bandwidth:
+            return nested_minimum_bytes(problem, costs_of(problem.chain))
+        return ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True).minimum_bytes
+
+    def _offloaded(self, problem: Problem) -> list[Placement | None]:
+        """Pure offloading: the plans of `offload`, where it is feasible."""
+        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
+        if problem.memory_budget < model.minimum_bytes:
+            return []
+        stages = range(1, problem.chain.num_stages + 1)
+        order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
+        profile = Profile(problem.chain, [*order, *(Backward(k) for k in reversed(stages))])
+        everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
+        return [*(converted(problem, plan) for plan in plans), everything]
+
+
+def _recomputed(problem: Problem) -> Placement | None:
+    """Pure recomputation: the answer of `rotor`, where it is feasible."""
+    costs = costs_of(problem.chain)
+    least = least_memory(costs)
+    available = problem.memory_budget - outside_bytes(problem.chain)
+    if available < int(least.least_bytes[1, costs.num_stages]):
+        return None
+    decisions, _ = Table.of(costs, least, available, RECOMPUTATION_SLOTS).decisions(available)
+    order = operations_of(costs, decisions)
+    return Profile(problem.chain, order).place((), problem.memory_budget, problem.bandwidth)  # type: ignore[arg-type]
