@@ -145,6 +145,11 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
     ]
     if trace.copies:
         pairs.append(("moved", moved(trace)))
+    if solution.lower_bound_seconds:
+        above = solution.seconds / solution.lower_bound_seconds - 1
+        pairs.append(
+            ("at best", f"{format_seconds(solution.lower_bound_seconds)} for such moves; this is {above:.1%} more")
+        )
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))

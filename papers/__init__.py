@@ -1,0 +1,1 @@
+"""The experiments of the papers that lowtide implements, one folder a paper."""
