@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.runtime import awkward
 from torch import nn
 
 from lowtide.runtime.capture import capture
-from lowtide.runtime.capture_check import check_gradients
+from lowtide.runtime.capture_check import GradientCheck, check_gradients, plain_noise, plain_spread
 from lowtide.runtime.split import Split, StageSplit, Unit
 
 Made = tuple[nn.Module, Any]
@@ -88,3 +89,40 @@ def test_a_stage_that_gives_other_numbers_is_found_out() -> None:
     check = check_gradients(model, split, torch.randn(4, 8))
     assert not check.equal
     assert check.largest_difference > 0
+
+
+class Unsteady(nn.Module):
+    """Gradients that differ in one of several steps, as those of kernels that add in any order do; its output does not.
+
+    Args:
+        odd: the steps, from 0, that are different.
+    """
+
+    def __init__(self, odd: set[int]) -> None:
+        super().__init__()
+        self.steps, self.odd, self.linear = itertools.count(), odd, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        if next(self.steps) in self.odd:
+            output.register_hook(lambda grad: grad * (1 + 2**-10))
+        return output
+
+
+def test_the_spread_is_that_of_several_plain_steps() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    split = Split(tuple(StageSplit(str(index), (Unit(str(index)),)) for index in range(2)))
+    steady = nn.Sequential(nn.Linear(8, 8), Unsteady(set()))
+    assert plain_spread(steady, split, x) == {}
+    assert plain_noise(steady, split, x) == 0
+    model = nn.Sequential(nn.Linear(8, 8), Unsteady({5}))  # the first two agree
+    spread = plain_spread(model, split, x)
+    assert set(spread) == {f"parameter {name}" for name, _ in model.named_parameters()}
+    assert all(2**-11 < size < 2**-9 for size in spread.values())
+
+
+def test_a_difference_beyond_the_spread_stays_one() -> None:
+    check = GradientCheck(3, {"a": 1e-4, "b": 1e-4, "c": float("inf")})
+    assert check.beyond({"a": 1e-4, "c": float("inf")}, 2) == ("b", "c")  # b is the same in all plain steps
+    assert check.beyond({"a": 1e-5, "b": 1e-4}, 2) == ("a", "c")
