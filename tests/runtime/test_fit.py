@@ -156,7 +156,7 @@ def test_models_with_glue_and_a_loss_inside():
             for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None), name
                 assert p.grad is None or torch.equal(p.grad, q.grad), name
-            budget = int(plan.stats().predicted_peak_bytes * 0.9)
+            budget = int(plan.stats().predicted_peak_bytes * 0.95)
     assert plan.stats().recomputed_per_step > 0
 
 

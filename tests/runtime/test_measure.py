@@ -79,12 +79,25 @@ def test_bytes_are_the_same_in_each_measurement() -> None:
     assert sizes() == sizes()
 
 
+def vgg_like(*, in_place: bool) -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels, following in [(3, 16), (16, 16), (16, 16), (16, 32), (32, 32)]:
+        layers += [nn.Conv2d(channels, following, 3, padding=1), nn.ReLU(inplace=in_place)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+
+
 EXACT = {
     "linear": lambda: (deep(), torch.randn(32, 64)),
     "transformer": lambda: (awkward.Transformerlike(), torch.randn(16, 16, 8)),
     "auxiliary": lambda: (awkward.Auxiliary(), torch.randn(16, 16, 16)),
 }
 SMALL_GPT = {"batch": 2, "length": 16, "layers": 2, "width": 32, "heads": 2, "vocabulary": 100}
+# A convolution's backward finds neither the output of the ReLU behind it nor that output's gradient any more. What is
+# left are gradients of weights, which come after the peak in the ReLU.
+CLOSE = {
+    "convolutions": lambda: (vgg_like(in_place=False), torch.randn(4, 3, 32, 32)),
+    "convolutions, in place": lambda: (vgg_like(in_place=True), torch.randn(4, 3, 32, 32)),
+}
 NEAR = {
     "variables that outlive their use": lambda: zoo.make("gpt2", **SMALL_GPT),
     "in place": lambda: (awkward.InplaceResnet(), torch.randn(4, 3, 32, 32)),
@@ -95,16 +108,16 @@ NEAR = {
 }
 
 
-@pytest.mark.parametrize("name", [*EXACT, *NEAR])
+@pytest.mark.parametrize("name", [*EXACT, *CLOSE, *NEAR])
 def test_the_predicted_peak_of_store_all_holds(name: str) -> None:
     torch.manual_seed(0)
-    model, sample = (EXACT | NEAR)[name]()
+    model, sample = (EXACT | CLOSE | NEAR)[name]()
     predicted = store_all_peak(measure(model, sample))
     measured = plain_peak(model, sample)
     if name in EXACT:
         assert predicted == measured
     else:
-        assert measured <= predicted <= 1.12 * measured
+        assert measured <= predicted <= (1.02 if name in CLOSE else 1.12) * measured
 
 
 def test_measuring_takes_far_less_memory_than_a_plain_step() -> None:

@@ -9,8 +9,10 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 | `output_bytes` | the storages of what the next stage reads, without what is held |
 | `saved_bytes` | what is more on the device after forward than before, the input being there in both |
 | `grad_bytes` | the gradients of these outputs |
-| `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves |
-| `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of input and weights |
+| `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves; and
+the model's result, which the caller holds while stages before the last one run again |
+| `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of output, input and weights;
+and the model's result, as above |
 | `base_bytes` | all else: the batch, buffers, workspaces, held tensors and their gradients, what others have there |
 """
 
@@ -206,9 +208,12 @@ def _stages(
     n = split.num_stages
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     seconds = paced([*(f.forward for f in figures), *(f.backward for f in reversed(figures))])
+    # in the stages before the last one the caller still has the result, and the gradients with which backward began
+    result_bytes = figures[-1].output_bytes + figures[-1].grad_bytes
     stages = []
     for k, (entry, figure, weight) in enumerate(zip(split.stages, figures, weights, strict=True), start=1):
-        extra_bytes = max(0, figure.backward_peak_bytes - weight.weight_grad_bytes)
+        kept_bytes = result_bytes if k < n else 0
+        extra_bytes = max(0, figure.backward_peak_bytes - weight.weight_grad_bytes + kept_bytes)
         # a gradient that a later stage has made already is added to in a third place, autograd's sum of the two
         extra_bytes += max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
         if grads_resident:  # each new gradient stands beside the old one until it is added to it
@@ -221,7 +226,7 @@ def _stages(
                 output_bytes=figure.output_bytes,
                 saved_bytes=figure.saved_bytes,
                 grad_bytes=figure.grad_bytes,
-                forward_extra_bytes=figure.forward_extra_bytes,
+                forward_extra_bytes=figure.forward_extra_bytes + kept_bytes,
                 backward_extra_bytes=extra_bytes,
                 weight_bytes=weight.weight_bytes,
                 weight_grad_bytes=weight.weight_grad_bytes,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.measure_backward import BackwardStart
 from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
 from lowtide.runtime.measure_time import NOTHING, Timing, timed
 from lowtide.runtime.meter import Meter
@@ -27,7 +28,8 @@ class StageFigures:
         saved_bytes: what a forward that saves all leaves on the device, held tensors excepted.
         grad_bytes: the gradients of the outputs.
         forward_extra_bytes: the peak of a forward beyond what it leaves.
-        backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its inputs.
+        backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its outputs and inputs;
+            below 0 where much is let go before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
         own_held_bytes: tensors that it makes and that are held.
         parameters: the names of those that its backward reaches.
@@ -161,15 +163,17 @@ class _Measurer:
             meter.reset_peak()
             with torch.autograd.graph.saved_tensors_hooks(meter.see, _as_it_is):  # what compiled code saves is seen so
                 run = self._forward(k, leaves)
-            for tensor in run.outputs:
-                meter.see(tensor)
+            _see(meter, run.outputs)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = self._output_bytes(k, run)
             saved_bytes = max(after_bytes - before_bytes - held_bytes, output_bytes)
             extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
             grad_bytes = self._grad_bytes(k, run)
-            figure = self._with_backward(k, leaves, run, meter)
+            start = self._start_of_backward(k, run)
+            stored_bytes = meter.live_bytes + start.gradient_bytes
             del run
+            figure = self._with_backward(k, leaves, start, stored_bytes, meter)
+            del start
             if k < self._staged.num_stages:  # the last stage's forward is always followed by its backward
                 dropped_bytes = self._dropped_peak_bytes(k, leaves, meter) - held_bytes - output_bytes
                 extra_bytes = max(extra_bytes, dropped_bytes)
@@ -188,12 +192,21 @@ class _Measurer:
             run = self._forward(k, leaves)
             _backward(run, leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts])
 
-    def _with_backward(self, k: int, leaves: Sequence[torch.Tensor], run: _Run, meter: Meter) -> StageFigures:
+    def _start_of_backward(self, k: int, run: _Run) -> BackwardStart:
+        """Where a backward of stage k starts as it does within a step: only its graph holds what is not held."""
+        if k == self._staged.num_stages:  # the caller has the result and the loss in hand
+            return BackwardStart.held(run.starts, also=(run.outputs, run.result))
+        stage = self._staged.stage(k)
+        held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
+        return BackwardStart.owned_by_graph(run.starts, also=held)
+
+    def _with_backward(
+        self, k: int, leaves: Sequence[torch.Tensor], start: BackwardStart, stored_bytes: int, meter: Meter
+    ) -> StageFigures:
         """The figures of a backward; those of the forward are left at 0."""
-        wanted, seeds = leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts]
-        stored_bytes = meter.live_bytes
+        wanted = leaves_behind(start.roots)
         meter.reset_peak()
-        grads = _backward(run, wanted, seeds)
+        grads = start.run(wanted)
         peak_bytes = meter.peak_bytes - stored_bytes
         pairs = list(zip(wanted, grads, strict=True)) if grads else []
         inputs = {id(leaf) for leaf in leaves}
@@ -201,7 +214,7 @@ class _Measurer:
         largest_bytes = max((_num_bytes([grad]) for leaf, grad in pairs if id(leaf) in self._names), default=0)
         parameters, held = self._reached(k, wanted)
         return StageFigures(
-            backward_peak_bytes=max(0, peak_bytes - input_grad_bytes),
+            backward_peak_bytes=peak_bytes - input_grad_bytes,
             largest_weight_grad_bytes=largest_bytes,
             parameters=parameters,
             held=held,
@@ -246,6 +259,12 @@ def _backward(
     if not wanted:
         return ()
     return torch.autograd.grad(run.starts, wanted, seeds, allow_unused=True)
+
+
+def _see(meter: Meter, tensors: Sequence[torch.Tensor]) -> None:
+    """A function of its own: a variable of a loop would keep the last tensor."""
+    for tensor in tensors:
+        meter.see(tensor)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

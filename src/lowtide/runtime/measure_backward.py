@@ -1,0 +1,66 @@
+"""One stage's backward by itself, with memory let go as it is within a whole step.
+
+Within a step, when the backward of stage k begins, its output and the gradient of that output are in autograd's hands
+alone, and are let go as soon as the first nodes have used them: a convolution's backward behind a ReLU's finds neither
+any more. Whoever measures a stage must not hold them either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardStart:
+    """Where a backward starts.
+
+    Args:
+        roots: the tensors that it starts from.
+        seeds: their gradients.
+        gradient_bytes: of the gradients that are made when it starts, beside the seeds.
+        also: what is kept alive as long as this.
+    """
+
+    roots: list[torch.Tensor]
+    seeds: list[torch.Tensor]
+    gradient_bytes: int
+    also: Any
+
+    @classmethod
+    def held(cls, starts: Sequence[torch.Tensor], also: Any = ()) -> BackwardStart:
+        """The caller has the tensors and their gradients, and keeps them."""
+        return cls(list(starts), [torch.ones_like(tensor) for tensor in starts], 0, also)
+
+    @classmethod
+    def owned_by_graph(cls, starts: Sequence[torch.Tensor], also: Any = ()) -> BackwardStart:
+        """The graph alone has the tensors, and autograd makes and owns their gradients."""
+        if not starts:
+            return cls([], [], 0, also)
+        with torch.enable_grad():
+            root = _Root.apply(*starts)
+        gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in starts)
+        return cls([root], [torch.ones_like(root)], gradient_bytes, also)
+
+    def run(self, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of these leaves."""
+        if not wanted:
+            return ()
+        return torch.autograd.grad(self.roots, wanted, self.seeds, allow_unused=True)
+
+
+class _Root(torch.autograd.Function):
+    """An empty tensor behind others, whose gradients are made in backward; it holds none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, *starts: torch.Tensor) -> torch.Tensor:
+        ctx.devices = [tensor.device for tensor in starts]
+        ctx.forms = [torch.empty_like(tensor, device="meta") for tensor in starts]
+        return starts[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ones_like(f, device=d) for f, d in zip(ctx.forms, ctx.devices, strict=True))
