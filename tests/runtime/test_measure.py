@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import CaptureError, Chain, zoo
 from lowtide.runtime.measure import capture_and_measure, measure
+from lowtide.runtime.measure_figures import stage_overhead
 from lowtide.runtime.measure_stages import StagedModel
 from lowtide.runtime.measure_time import Timing, paced
 from lowtide.runtime.measure_weights import OPTIMIZER_KINDS, optimizer_state_bytes
@@ -290,6 +291,28 @@ def test_the_pace_is_that_of_the_slower_of_launching_and_computing() -> None:
     # the lead gained in a long computation is used up by later launches
     mixed = [Timing(4.0, launch_seconds=1.0), Timing(0.0, launch_seconds=2.0)]
     assert sum(paced(mixed)) == pytest.approx(4.0)
+
+
+def test_the_cost_of_running_a_stage_by_itself_is_taken_off_its_launching() -> None:
+    alone = Timing(1.0, launch_seconds=3.0)
+    assert alone.without_overhead(Timing(9.0, launch_seconds=1.0)) == Timing(1.0, launch_seconds=2.0)
+    assert alone.without_overhead(Timing(9.0, launch_seconds=5.0)) == Timing(1.0, launch_seconds=0.0)
+    forward, backward = stage_overhead(torch.device("cpu"))
+    assert forward.seconds > 0
+    assert backward.seconds > 0
+    # where launching is the slower, the stages' times are those of the launches less the overhead of each
+    starved = [Timing(1.0, launch_seconds=3.0).without_overhead(Timing(0.0, launch_seconds=0.5))] * 4
+    assert paced(starved) == pytest.approx([2.5] * 4)
+
+
+def test_launches_are_corrected_in_the_chain_and_kept_raw_in_its_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.runtime.measure_figures.timed", lambda *_: Timing(1.0, launch_seconds=3.0))
+    overhead = (Timing(0.0, launch_seconds=0.5), Timing(0.0, launch_seconds=1.0))
+    monkeypatch.setattr("lowtide.runtime.measure.overhead_on", lambda _: overhead)
+    chain = measure(deep(), torch.randn(4, 64))
+    assert chain.provenance["launch_seconds"] == [[3.0, 3.0]] * 8
+    assert chain.provenance["overhead_seconds"] == [0.5, 1.0]
+    assert chain.compute_seconds == pytest.approx(8 * (2.5 + 2.0))
 
 
 def test_import_does_not_import_torch() -> None:

@@ -30,9 +30,9 @@ from torch import nn
 from lowtide.chain import Chain, Stage
 from lowtide.errors import CaptureError
 from lowtide.runtime.capture import StageNames, capture
-from lowtide.runtime.measure_figures import Progress, StageFigures, measured_stages
+from lowtide.runtime.measure_figures import Progress, StageFigures, measured_stages, stage_overhead
 from lowtide.runtime.measure_stages import UnfaithfulStageError
-from lowtide.runtime.measure_time import paced
+from lowtide.runtime.measure_time import NOTHING, Timing, paced
 from lowtide.runtime.measure_weights import (
     Optimizer,
     StageWeights,
@@ -158,6 +158,7 @@ def measure_split(
         start_bytes = meter.live_bytes
     with preserved(model), _no_autocast_cache():
         figures, held_bytes = measured_stages(model, split, called, loss, device, progress)
+        overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves
     kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
     readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
@@ -166,12 +167,18 @@ def measure_split(
     base_bytes = start_bytes - there_bytes + kept_bytes + held_bytes + outside.weight_grad_bytes
     return Chain(
         name or type(model).__name__,
-        tuple(_stages(model, split, figures, weights, readers, grads_resident)),
+        tuple(_stages(model, split, figures, weights, readers, grads_resident, overhead)),
         input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
         base_bytes=max(0, base_bytes + outside.optimizer_bytes),
         grads_resident=grads_resident,
-        provenance=_provenance(model, called, split, figures, device),
+        provenance=_provenance(model, called, split, figures, device)
+        | {"overhead_seconds": [timing.launch_seconds for timing in overhead]},  # in each of the launch_seconds
     )
+
+
+def overhead_on(device: torch.device) -> tuple[Timing, Timing]:
+    """What running each stage by itself adds to forward and backward; nothing on the CPU, where nothing is launched."""
+    return stage_overhead(device) if device.type == "cuda" else (NOTHING, NOTHING)
 
 
 def device_of(model: nn.Module, sample: Sample) -> torch.device:
@@ -204,10 +211,13 @@ def _stages(
     weights: Sequence[StageWeights],
     readers: Mapping[str, int],
     grads_resident: bool,
+    overhead: tuple[Timing, Timing],
 ) -> list[Stage]:
     n = split.num_stages
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    seconds = paced([*(f.forward for f in figures), *(f.backward for f in reversed(figures))])
+    forwards = [figure.forward.without_overhead(overhead[0]) for figure in figures]
+    backwards = [figure.backward.without_overhead(overhead[1]) for figure in figures]
+    seconds = paced([*forwards, *reversed(backwards)])
     # in the stages before the last one the caller still has the result, and the gradients with which backward began
     result_bytes = figures[-1].output_bytes + figures[-1].grad_bytes
     stages = []

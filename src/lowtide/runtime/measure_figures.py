@@ -14,7 +14,7 @@ from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, no
 from lowtide.runtime.measure_time import NOTHING, Timing, timed
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.sample import Sample
-from lowtide.runtime.split import Split
+from lowtide.runtime.split import Split, StageSplit, Unit
 
 Progress = Callable[[str, float], None]
 
@@ -84,6 +84,25 @@ def measured_stages(
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
     return figures, _held_bytes(staged, figures)
+
+
+def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
+    """What running a stage by itself takes beyond the stage's own work, in forward and in backward.
+
+    A stage of one view is measured as all others are: what it takes is finding the inputs, following the recording and
+    calling autograd, once for each stage here and never, or once, within a step.
+    """
+    x = torch.zeros(1, device=device, requires_grad=True)
+    split = Split(tuple(StageSplit(name, (Unit(name),)) for name in ("0", "1")))
+    staged = StagedModel(nn.Sequential(_View(), _View()), split, Sample.of(x))
+    staged.record()
+    figure = _Measurer(staged, device).measured(1, staged.first_inputs())
+    return figure.forward, figure.backward
+
+
+class _View(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
 
 
 def _recorded(

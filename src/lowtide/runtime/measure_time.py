@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,10 @@ class Timing:
     spread_seconds: float = 0.0
     launch_seconds: float = 0.0
     num_runs: int = 0
+
+    def without_overhead(self, overhead: Timing) -> Timing:
+        """The same less the time that launching takes only because the computation runs by itself; never below 0."""
+        return replace(self, launch_seconds=max(0.0, self.launch_seconds - overhead.launch_seconds))
 
 
 NOTHING = Timing(0.0)
