@@ -1,21 +1,25 @@
-"""Time against memory: the whole curve of `rotor` from one solve.
+"""Time against memory: every budget from one table of the dynamic program behind `rotor`.
 
-The dynamic program's table for one budget answers every smaller one. Each point of the curve is a schedule that was
-read off the table in exact bytes and simulated, so the curve shows what can be had, not what a model promises.
+The table for one budget answers every smaller one. Each point of the curve is a schedule that was read off the table in
+bytes and simulated: the curve shows what can be had, not what a model promises.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
+from lowtide.strategies.compiling import announce_compilation
 from lowtide.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.strategies.nested_table import Table
 
 # Enough for a curve without visible corners; a schedule of 100 stages is read off and simulated in a few milliseconds.
 DEFAULT_NUM_POINTS = 60
@@ -33,10 +37,18 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Time against memory, from the least feasible budget up; each point is faster than all before it."""
+    """The least time of recomputation for every budget; made by `lowtide.frontier`.
+
+    Attributes:
+        chain: the network.
+        memory_budget: the largest budget that it answers.
+        points: from the least memory up, each faster than all before it; the last is plain training where that fits.
+    """
 
     chain: Chain
+    memory_budget: int
     points: tuple[FrontierPoint, ...]
+    _table: Table = field(repr=False, compare=False)
 
     @property
     def minimum_bytes(self) -> int:
@@ -44,21 +56,33 @@ class Frontier:
         return self.points[0].memory_bytes
 
     def at(self, memory_budget: int | str) -> FrontierPoint:
-        """The fastest point within a budget.
+        """What a budget gives, read off the table: more memory is never slower.
+
+        `lowtide.solve` with `strategy="rotor"` makes a table for that budget alone, which is finer.
+
+        Args:
+            memory_budget: bytes, at most those for which the frontier was computed.
 
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.
+            StrategyError: above the frontier's own budget, unless plain training fits in that.
         """
         budget = parse_bytes(memory_budget)
-        index = bisect.bisect_right(self.points, budget, key=lambda point: point.memory_bytes)
-        if not index:
-            raise InfeasibleBudgetError(
-                f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(self.minimum_bytes)} "
-                f"({self.minimum_bytes} bytes) that recomputation needs for chain {self.chain.name!r}; raise it, or "
-                "allow offloading",
-                minimum_bytes=self.minimum_bytes,
+        if budget < self.minimum_bytes:
+            raise _infeasible(self.chain, budget, self.minimum_bytes)
+        ample = int(self._table.least.ample_bytes[1, self.chain.num_stages])
+        if budget > self.memory_budget < _outside(self.chain) + ample:
+            raise StrategyError(
+                f"budget {format_bytes(budget)} is above the {format_bytes(self.memory_budget)} for which this "
+                "frontier was computed; compute it with a larger memory_budget"
             )
-        return self.points[index - 1]
+        own = _point(self.chain, self._table, budget)
+        smaller = self.points[bisect.bisect_right(self.points, budget, key=lambda point: point.memory_bytes) - 1]
+        return smaller if smaller.seconds <= own.seconds else own
+
+    def schedule(self, memory_budget: int | str) -> Schedule:
+        """The schedule of `at(memory_budget)`."""
+        return self.at(memory_budget).schedule
 
 
 def frontier(
@@ -72,8 +96,9 @@ def frontier(
 
     Args:
         chain: the network, a `Chain` or its plain data.
-        memory_budget: the largest budget of interest; None: what plain training takes.
-        slots: how finely the table divides memory; None: rotor's default.
+        memory_budget: the largest budget of interest, in bytes or as a string such as `"8GiB"`; None: what plain
+            training takes.
+        slots: how finely the table divides memory; None: 500, and more for a short chain.
         num_points: how many budgets are read off; points that are no faster than a smaller one are left out.
 
     Raises:
@@ -85,38 +110,39 @@ def frontier(
         >>> [(point.memory_bytes, point.seconds) for point in frontier(chain).points]
         [(70, 12.0), (80, 11.0), (110, 10.0), (140, 9.0)]
     """
-    from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
+    from lowtide.strategies.nested import costs_of
     from lowtide.strategies.nested_table import Table, least_memory
-    from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
+    from lowtide.strategies.slots import default_num_slots
 
     if num_points < 2:
         raise StrategyError(f"num_points is {num_points!r}, expected a whole number from 2 up")
     chain = as_chain(chain)
-    costs = costs_of(chain)
+    costs, outside = costs_of(chain), _outside(chain)
+    announce_compilation()
     least = least_memory(costs)
-    outside = outside_bytes(chain)
     minimum = outside + int(least.least_bytes[1, chain.num_stages])
     ample = outside + int(least.ample_bytes[1, chain.num_stages])
-    largest = ample if memory_budget is None else min(ample, parse_bytes(memory_budget))
+    largest = ample if memory_budget is None else parse_bytes(memory_budget)
     if largest < minimum:
-        raise InfeasibleBudgetError(
-            f"budget {format_bytes(largest)} ({largest} bytes) is below the {format_bytes(minimum)} ({minimum} bytes) "
-            f"that recomputation needs for chain {chain.name!r}; raise it, or allow offloading",
-            minimum_bytes=minimum,
-        )
+        raise _infeasible(chain, largest, minimum)
     # With ample memory everything is saved, and no table is needed; one for a byte less knows all below.
-    table = Table.of(costs, least, min(largest, ample - 1) - outside, slots or DEFAULT_NUM_SLOTS)
-    budgets = sorted({minimum + (largest - minimum) * i // (num_points - 1) for i in range(num_points)})
-    found = []
-    for budget in budgets:
-        decisions, _ = table.decisions(budget - outside)
-        schedule = Schedule("rotor", operations_of(costs, decisions))
-        trace = simulate(chain, schedule)
-        predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
-        found.append(
-            FrontierPoint(trace.peak_bytes, trace.seconds, Schedule("rotor", schedule.operations, predicted=predicted))
-        )
-    return Frontier(chain, _falling(found))
+    available = max(minimum, min(largest, ample - 1)) - outside
+    table = Table.of(costs, least, available, slots or default_num_slots(chain.num_stages))
+    span = min(largest, ample) - minimum
+    budgets = sorted({minimum + span * i // (num_points - 1) for i in range(num_points)})
+    points = [_point(chain, table, budget) for budget in budgets]
+    return Frontier(chain, largest, _falling(points), table)
+
+
+def _point(chain: Chain, table: Table, budget: int) -> FrontierPoint:
+    """The schedule for a budget, simulated."""
+    from lowtide.strategies.nested import operations_of
+
+    decisions, _ = table.decisions(budget - _outside(chain))
+    operations = operations_of(table.costs, decisions)
+    trace = simulate(chain, Schedule("rotor", operations))
+    predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
+    return FrontierPoint(trace.peak_bytes, trace.seconds, Schedule("rotor", operations, predicted=predicted))
 
 
 def _falling(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
@@ -126,3 +152,17 @@ def _falling(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
         if not kept or point.seconds < kept[-1].seconds:
             kept.append(point)
     return tuple(kept)
+
+
+def _outside(chain: Chain) -> int:
+    from lowtide.strategies.nested import outside_bytes
+
+    return outside_bytes(chain)
+
+
+def _infeasible(chain: Chain, budget: int, minimum_bytes: int) -> InfeasibleBudgetError:
+    return InfeasibleBudgetError(
+        f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(minimum_bytes)} ({minimum_bytes} "
+        f"bytes) that recomputation needs for chain {chain.name!r}; raise it, or allow offloading",
+        minimum_bytes=minimum_bytes,
+    )

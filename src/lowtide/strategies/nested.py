@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chain import Chain
-from lowtide.schedule import Backward, Forward, Operation
+from lowtide.schedule import Backward, Forward
 
 Bytes = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -58,6 +58,8 @@ class Costs(NamedTuple):
     """The peak of the backward, everything counted."""
     way_slower: Seconds
     """Forward and backward this way, above the stage's fastest way."""
+    fastest_seconds: float
+    """The time of the fastest schedule of 1..n."""
 
     @property
     def num_stages(self) -> int:
@@ -75,14 +77,17 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
     """
     n = chain.num_stages
     made = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages]
-    beside = [chain.gradient_bytes(k) + sum(made[k:]) for k in range(n + 1)]
+    made_after = [sum(made), *(sum(made) - np.cumsum(made, dtype=np.int64))]
+    beside = [chain.gradient_bytes(k) + int(made_after[k]) for k in range(n + 1)]
     forward_until = np.concatenate(([0.0], np.cumsum([stage.forward_seconds for stage in chain.stages])))
     delay = 1 if saves_ahead else 2  # without saving ahead, each forward but the last runs twice anyway
+    seconds = 0.0 if saves_ahead else float(forward_until[n - 1])
     ways: list[tuple[int, int, int, float]] = []
     first_way = [0, 0]
     for k, stage in enumerate(chain.stages, start=1):
         own = [stage.variant(v) for v in range(stage.num_variants if variants else 1)]
         fastest = min(way.forward_seconds + way.backward_seconds for way in own)
+        seconds += fastest
         for way in own:
             during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1] + way.backward_extra_bytes
             ways.append(
@@ -107,6 +112,7 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
         way_forward=np.array(forward, np.int64),
         way_backward=np.array(backward, np.int64),
         way_slower=np.array(slower, np.float64),
+        fastest_seconds=seconds,
     )
 
 
@@ -115,19 +121,22 @@ def outside_bytes(chain: Chain) -> int:
     return chain.fixed_bytes + chain.input_bytes
 
 
-def operations_of(costs: Costs, decisions: NDArray[Any]) -> tuple[Operation, ...]:
-    """The schedule of 1..n that a list of decisions stands for.
+def operations_of(
+    costs: Costs, decisions: NDArray[Any], stages: tuple[int, int] | None = None
+) -> tuple[Forward | Backward, ...]:
+    """The schedule of the stages s..t (None: of all) that a list of decisions stands for.
 
     Args:
         costs: the chain.
         decisions: in the order in which the sub-schedules run, for each of them its way for `all`, or minus the stage
             at which it splits.
+        stages: s and t.
     """
-    return tuple(_walk(costs, decisions))
+    return tuple(_walk(costs, decisions, stages or (1, costs.num_stages)))
 
 
-def _walk(costs: Costs, decisions: NDArray[Any]) -> Iterator[Operation]:
-    pending: list[tuple[int, int]] = [(1, costs.num_stages)]  # (k, 0) stands for backward k
+def _walk(costs: Costs, decisions: NDArray[Any], stages: tuple[int, int]) -> Iterator[Forward | Backward]:
+    pending: list[tuple[int, int]] = [stages]  # (k, 0) stands for backward k
     upcoming = iter(decisions.tolist())
     while pending:
         s, t = pending.pop()

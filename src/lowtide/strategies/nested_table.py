@@ -1,20 +1,20 @@
-"""The dynamic program over nested persistent schedules, compiled.
+"""The least time of nested persistent schedules for every budget at once: the dynamic program, compiled.
 
-Three parts, each a kernel over `nested.Costs`:
+The table has a row for every s..t and a column for every number of slots (see `nested_rows`). A schedule of s..t
+begins with `all`, which leaves s+1..t what is not saved, or splits at p, which leaves p..t what a[p-1] does not take
+and s..p-1 everything. What p..t takes beside a[p-1] is needed for every s, so it has rows of its own, `later`.
 
-- `least_memory`: for every s..t the least bytes with which it can be done at all, in exact bytes, O(n³);
-- `Table`: for every s..t and every number of slots m the least time with m slots. Row (s, t) holds only the slots from
-  the least that suffice up to where more memory cannot help, so that rows are short and free of infinities;
-- `Table.decisions`: the schedule for any budget up to the table's. It carries bytes, not slots, from a schedule to the
-  schedules inside it and decides anew for each, so it is never slower than the table says and wins back what rounding
-  gave away.
-
-Rows are filled tile by tile in order of t - s; the tiles of one distance do not depend on each other and run on a
-thread each. Decisions are not stored: finding them again takes O(n) for each of the at most 2n sub-schedules.
+A schedule is read off with bytes, not slots: from a schedule to those inside it, each decided anew, and only what fits.
+So the answer never exceeds the budget, and is optimal where a slot is one byte. Decisions are not stored: finding one
+again takes O(n), and a schedule consists of less than 2n.
 
 Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1 and algorithms 1 and 2.
 Two things are said differently: the peak of the forwards before a split at p counts only the stages up to p - 1, since
 with variants the later ones may run in a way that takes less; and delta[s-1] counts in the peak of backward s.
+
+Rows are filled in tiles, those of one distance t - s at the same time. Of a tile first the splits are tried whose parts
+both lie outside it, a few p at a time, so that what they read stays in the cache. A block of slots is skipped where the
+lowest value that a split could give there is no lower than the highest value that is there already.
 """
 
 from __future__ import annotations
@@ -22,322 +22,277 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from lowtide.strategies.nested import Bytes, Costs, Indices, Seconds
-from lowtide.strategies.slots import Slots, rounded_down, rounded_up
+from lowtide.strategies.kernels import fast_kernel, kernel
+from lowtide.strategies.nested import Costs, Indices, Seconds
+from lowtide.strategies.nested_least import Least, forward_peak, least_memory, own_peak
+from lowtide.strategies.nested_rows import (
+    BLOCK,
+    Rows,
+    closed,
+    empty_rows,
+    lower,
+    made_falling,
+    make_rows,
+    opened,
+    shifted,
+    slower,
+)
+from lowtide.strategies.slots import Slots, rounded_up
 
-# Above the sum of any sizes a chain can have.
-_NEVER = 2**62
+__all__ = ["Least", "Table", "least_memory"]
 
-# Rows of 500 float64 take 4 kB: the rows that a tile of 8 x 8 reads for one split stay in a second-level cache.
+# Rows of 500 float64 take 4 kB: those that 8 splits of a tile of 8 x 8 read fill half a megabyte, a second-level cache.
 _TILE = 8
 
-# No NaN and no signed zero occurs here; saying so lets the compiler use the vector minimum.
-_FAST = {"nnan", "nsz"}
+# A table may take so much; a chain of 1000 stages with 500 slots takes 4 GiB. Longer ones are given fewer slots.
+_LARGEST_BYTES = 6 * 2**30
 
 
-class Least(NamedTuple):
-    """For every s..t, in bytes available to it (see `nested`), entry (s, t)."""
+class _Tile(NamedTuple):
+    """The rows (s, t) of s_first <= s < s_end, t_first <= t < t_end while they are filled."""
 
-    least_bytes: Bytes
-    """No schedule does with less."""
-    slower: Seconds
-    """A schedule that does with it takes this much longer than the fastest."""
-    ample_bytes: Bytes
-    """The fastest schedule does with this; more does not help."""
-
-
-class Rows(NamedTuple):
-    """Where row (s, t) lies: slot m is `values[offset + m - lowest]` for lowest <= m < highest."""
-
-    lowest: NDArray[np.int32]
-    """Fewer slots do not suffice."""
-    highest: NDArray[np.int32]
-    """From here on the fastest schedule fits, or no budget of the table reaches so far."""
-    offset: Indices
+    s_first: int
+    s_end: int
+    t_first: int
+    t_end: int
+    bounds: Seconds
+    """The first and so the highest value of each block of row (s, t), at (s - s_first, t - t_first)."""
+    begins: NDArray[np.int32]
+    """With fewer slots the forwards of s..t before a split at p do not fit, at (s - s_first, t - t_first, p)."""
+    work: Seconds
+    """Room for one row."""
 
 
-@njit(cache=True, nogil=True)
-def least_memory(costs: Costs) -> Least:
-    """The least and the most memory that any s..t can use."""
-    n = costs.activation.shape[0] - 1
-    least = np.zeros((n + 2, n + 2), np.int64)
-    slower = np.zeros((n + 2, n + 2))
-    ample = np.zeros((n + 2, n + 2), np.int64)
-    # The same by (t, s): the loop over splits reads both along rows.
-    least_by_end = np.zeros((n + 2, n + 2), np.int64)
-    slower_by_end = np.zeros((n + 2, n + 2))
-    for s in range(n, 0, -1):
-        for t in range(s, n + 1):
-            best, best_slower, most = _least_all(costs, least, slower, ample, s, t)
-            peak = 0
-            for p in range(s + 1, t + 1):
-                peak = max(peak, _forward_peak(costs, s, p - 1))
-                needs = max(costs.beside[t] + peak, costs.activation[p - 1] + least_by_end[t, p], least[s, p - 1])
-                if needs <= best:
-                    takes = costs.split_until[p] - costs.forward_until[s - 1] + slower_by_end[t, p] + slower[s, p - 1]
-                    if needs < best or takes < best_slower:
-                        best, best_slower = needs, takes
-            least[s, t] = least_by_end[t, s] = best
-            slower[s, t] = slower_by_end[t, s] = best_slower
-            ample[s, t] = most
-    return Least(least, slower, ample)
+def _make_tile(num_stages: int, num_blocks: int, s_first: int, t_first: int) -> _Tile:
+    return _Tile(
+        s_first,
+        min(s_first + _TILE, num_stages + 1),
+        t_first,
+        min(t_first + _TILE, num_stages + 1),
+        np.empty((_TILE, _TILE, num_blocks)),
+        np.empty((_TILE, _TILE, num_stages + 2), np.int32),
+        np.empty((num_blocks + 1) * BLOCK),
+    )
 
 
-@njit(cache=True, nogil=True)
-def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int, t: int) -> tuple[int, float, int]:
-    """What starting s..t with `all` needs at least, how much slower that is, and what the fastest schedule needs."""
-    best, best_slower, most = _NEVER, np.inf, _NEVER
-    if s < t and not costs.saves_ahead:
-        during_forward = costs.beside[t] + _forward_peak(costs, s, s)
-        return best, best_slower, max(during_forward, costs.activation[s] + ample[s + 1, t], ample[s, s])
-    for way in range(costs.first_way[s], costs.first_way[s + 1]):
-        needs = at_most = _own_peak(costs, way, t)
-        takes = costs.way_slower[way]
-        if s < t:
-            needs = max(needs, costs.way_saved[way] + least[s + 1, t])
-            at_most = max(at_most, costs.way_saved[way] + ample[s + 1, t])
-            takes += slower[s + 1, t]
-        if needs < best or (needs == best and takes < best_slower):
-            best, best_slower = needs, takes
-        if costs.way_slower[way] == 0.0:
-            most = min(most, at_most)
-    return best, best_slower, most
+@kernel
+def _fill_tile(costs: Costs, least: Least, rows: Rows, later: Rows, unit_bytes: int, tile: _Tile) -> None:
+    """Fill one tile; every shorter s..t is there."""
+    for s in range(tile.s_first, tile.s_end):
+        for t in range(max(s, tile.t_first), tile.t_end):
+            row, seconds = opened(rows, s, t), least.slower[s, t]
+            for i in range(row.shape[0]):
+                row[i] = seconds
+            for block in range(tile.bounds.shape[2]):
+                tile.bounds[s - tile.s_first, t - tile.t_first, block] = seconds
+            _set_begins(costs, rows, tile, unit_bytes, s, t)
+    for p in range(tile.s_end, tile.t_first + 1, _TILE):
+        p_end = min(p + _TILE, tile.t_first + 1)
+        _try_splits(costs, rows, later, tile, (tile.s_first, tile.s_end), (tile.t_first, tile.t_end), (p, p_end))
+    for s in range(tile.s_end - 1, tile.s_first - 1, -1):
+        for t in range(max(s, tile.t_first), tile.t_end):
+            _finish_row(costs, least, rows, later, tile, unit_bytes, s, t)
 
 
-@njit(cache=True, nogil=True)
-def _own_peak(costs: Costs, way: int, t: int) -> int:
-    """The peak of a way's forward, with what stands beside s..t, and of its backward."""
-    return int(max(costs.beside[t] + costs.way_forward[way], costs.way_backward[way]))
-
-
-@njit(cache=True, nogil=True)
-def _forward_peak(costs: Costs, s: int, k: int) -> int:
-    """The peak of forward k on the way from s to a split; the input of s itself is not counted."""
-    peak = int(costs.activation[k] + costs.forward_extra[k])
-    return peak + int(costs.activation[k - 1]) if k > s else peak
-
-
-@njit(cache=True, nogil=True)
-def _lay_rows(costs: Costs, least: Least, unit_bytes: int, num_slots: int) -> tuple[Rows, int]:
-    """Where each row lies, and how long all are together."""
-    n = costs.activation.shape[0] - 1
-    lowest = np.zeros((n + 2, n + 2), np.int32)
-    highest = np.zeros((n + 2, n + 2), np.int32)
-    offset = np.zeros((n + 2, n + 2), np.int64)
-    size = 0
-    for s in range(1, n + 1):
-        # Inside a larger schedule, a[s-1] is stored by itself or within abar[s-1].
-        most = num_slots - (rounded_up(costs.activation[s - 1], unit_bytes) if s > 1 else 0)
-        for t in range(s, n + 1):
-            low = min(rounded_up(least.least_bytes[s, t], unit_bytes), num_slots + 1)
-            high = max(low, min(rounded_up(least.ample_bytes[s, t], unit_bytes), most + 1))
-            lowest[s, t], highest[s, t], offset[s, t] = low, high, size
-            size += high - low
-    return Rows(lowest, highest, offset), size
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _fill_tile(
-    costs: Costs, least: Least, rows: Rows, values: Seconds, unit_bytes: int, s_first: int, t_first: int, tile: int
+@kernel
+def _finish_row(
+    costs: Costs, least: Least, rows: Rows, later: Rows, tile: _Tile, unit_bytes: int, s: int, t: int
 ) -> None:
-    """Fill the rows of s_first <= s < s_first + tile, t_first <= t < t_first + tile; all shorter s..t are there."""
-    n = costs.activation.shape[0] - 1
-    for s in range(min(s_first + tile - 1, n), s_first - 1, -1):
-        for t in range(max(s, t_first), min(t_first + tile - 1, n) + 1):
-            num_values = rows.highest[s, t] - rows.lowest[s, t]
-            if num_values > 0:
-                row = values[rows.offset[s, t] : rows.offset[s, t] + num_values]
-                row[:] = least.slower[s, t]
-                if s == t or costs.saves_ahead:
-                    _try_all(costs, rows, values, row, unit_bytes, s, t)
-                _make_falling(row)
-                _try_splits(costs, rows, values, row, unit_bytes, s, t)
-                _make_falling(row)
+    """Try on row (s, t) what refers to its own tile, then make its counterpart in `later`."""
+    first = rows.origin[s, t]
+    row = rows.values[first + rows.lowest[s, t] : first + rows.highest[s, t]]
+    if s == t or costs.saves_ahead:
+        _try_all(costs, least, rows, row, tile.work, unit_bytes, s, t)
+    made_falling(row)
+    for block in range(rows.lowest[s, t] // BLOCK, rounded_up(rows.highest[s, t], BLOCK)):
+        first_slot = max(block * BLOCK, rows.lowest[s, t])
+        tile.bounds[s - tile.s_first, t - tile.t_first, block] = rows.values[first + first_slot]
+    _try_splits(costs, rows, later, tile, (s, s + 1), (t, t + 1), (s + 1, min(tile.s_end, t + 1)))
+    _try_splits(costs, rows, later, tile, (s, s + 1), (t, t + 1), (max(tile.s_end, tile.t_first + 1), t + 1))
+    made_falling(row)
+    closed(rows, s, t)
+    if s > 1:
+        held = costs.activation[s - 1]
+        shifted(least, rows, unit_bytes, s, t, held, later.lowest[t, s], opened(later, t, s))
+        closed(later, t, s)
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _try_all(costs: Costs, rows: Rows, values: Seconds, row: Seconds, unit_bytes: int, s: int, t: int) -> None:
+@kernel
+def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, t: int) -> None:
+    """With how many slots the forwards before each split of s..t fit."""
+    activation, forward_extra, beside = costs.activation, costs.forward_extra, costs.beside[t]
+    begins, i, j = tile.begins, s - tile.s_first, t - tile.t_first
+    begin, high = rows.lowest[s, t], rows.highest[s, t]
+    highest_peak = 0
+    for p in range(s + 1, t + 1):
+        peak = activation[p - 1] + forward_extra[p - 1] + (activation[p - 2] if p > s + 1 else 0)
+        if peak > highest_peak:
+            highest_peak = peak
+            begin = max(begin, min(high, rounded_up(beside + peak, unit_bytes)))
+        begins[i, j, p] = begin
+
+
+@kernel
+def _try_all(
+    costs: Costs, least: Least, rows: Rows, row: Seconds, work: Seconds, unit_bytes: int, s: int, t: int
+) -> None:
     """Lower a row to what starting with `all` costs, over the ways of stage s."""
     low, high = rows.lowest[s, t], rows.highest[s, t]
     for way in range(costs.first_way[s], costs.first_way[s + 1]):
-        begin = max(low, rounded_up(_own_peak(costs, way, t), unit_bytes))
+        begin = max(low, rounded_up(own_peak(costs, way, t), unit_bytes))
         flat = begin
         if s < t:
-            shift = rounded_up(costs.way_saved[way], unit_bytes)
-            begin = max(begin, rows.lowest[s + 1, t] + shift)
-            flat = max(begin, rows.highest[s + 1, t] + shift)
+            saved = costs.way_saved[way]
+            begin = max(begin, rounded_up(least.least_bytes[s + 1, t] + saved, unit_bytes))
+            flat = max(begin, rounded_up(least.ample_bytes[s + 1, t] + saved, unit_bytes))
             end = min(flat, high)
             if begin < end:
-                first = rows.offset[s + 1, t] + begin - shift - rows.lowest[s + 1, t]
-                _lower(row[begin - low : end - low], values[first : first + end - begin], costs.way_slower[way])
+                shifted(least, rows, unit_bytes, s + 1, t, saved, begin, work[: end - begin])
+                lower(row[begin - low : end - low], work[: end - begin], costs.way_slower[way])
         if flat < high:
             row[flat - low] = min(row[flat - low], costs.way_slower[way])
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _try_splits(costs: Costs, rows: Rows, values: Seconds, row: Seconds, unit_bytes: int, s: int, t: int) -> None:
-    """Lower a row to what splits at s+1..t cost."""
-    low, high = rows.lowest[s, t], rows.highest[s, t]
-    peak = 0
-    begin_forward = 0
-    for p in range(s + 1, t + 1):
-        seconds = costs.split_until[p] - costs.forward_until[s - 1]
-        if row[0] <= seconds:
-            return  # and so for every later p: none is cheaper than what its forwards cost
-        forward_peak = _forward_peak(costs, s, p - 1)
-        if forward_peak > peak:
-            peak = forward_peak
-            begin_forward = rounded_up(costs.beside[t] + peak, unit_bytes)
-        shift = rounded_up(costs.activation[p - 1], unit_bytes)
-        begin = max(low, begin_forward, rows.lowest[p, t] + shift, rows.lowest[s, p - 1])
-        if begin >= high:
-            continue
-        end = low + _first_at_most(row, begin - low, seconds)
-        _try_split(rows, values, row, s, p, t, shift, begin, end, seconds)
-
-
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _try_split(
-    rows: Rows, values: Seconds, row: Seconds, s: int, p: int, t: int, shift: int, begin: int, end: int, seconds: float
+@fast_kernel
+def _try_splits(
+    costs: Costs,
+    rows: Rows,
+    later: Rows,
+    tile: _Tile,
+    s_range: tuple[int, int],
+    t_range: tuple[int, int],
+    p_range: tuple[int, int],
 ) -> None:
-    """Lower slots begin..end-1 of row (s, t) to what a split at p costs: row (p, t) shifted plus row (s, p - 1)."""
-    low = rows.lowest[s, t]
-    later = rows.offset[p, t] - shift - rows.lowest[p, t]
-    earlier = rows.offset[s, p - 1] - rows.lowest[s, p - 1]
-    later_end = min(rows.highest[p, t] + shift, end)
-    earlier_end = min(rows.highest[s, p - 1], end)
-    both_end = min(later_end, earlier_end)
-    if begin < both_end:
-        _lower_sum(
-            row[begin - low : both_end - low],
-            values[later + begin : later + both_end],
-            values[earlier + begin : earlier + both_end],
-            seconds,
-        )
-        begin = both_end
-    if begin < later_end:
-        _lower(row[begin - low : later_end - low], values[later + begin : later + later_end], seconds)
-        begin = later_end
-    if begin < earlier_end:
-        _lower(row[begin - low : earlier_end - low], values[earlier + begin : earlier + earlier_end], seconds)
-        begin = earlier_end
-    if begin < end:
-        row[begin - low] = min(row[begin - low], seconds)
+    """Lower rows (s, t) to what splits at p cost, row (p, t) of `later` plus row (s, p - 1): s, t and p in ranges."""
+    # Records are taken apart here, once: each time it is done counts references, which the loops below cannot afford.
+    split_until, forward_until = costs.split_until, costs.forward_until
+    lowest, highest, origin, values, floors = rows
+    later_lowest, later_highest, later_origin, later_values, later_floors = later
+    s_first, _, t_first, _, bounds, begins, _ = tile
+    for s in range(s_range[0], s_range[1]):
+        for t in range(t_range[0], t_range[1]):
+            i, j = s - s_first, t - t_first
+            low, high, own = lowest[s, t], highest[s, t], origin[s, t]
+            end_block = rounded_up(high, BLOCK)
+            for p in range(p_range[0], p_range[1]):
+                seconds = split_until[p] - forward_until[s - 1]
+                begin = max(begins[i, j, p], later_lowest[t, p], lowest[s, p - 1])
+                if begin >= high:
+                    continue
+                if bounds[i, j, low // BLOCK] <= seconds:
+                    break  # and so for every later p: none is cheaper than what its forwards cost
+                one, other = later_origin[t, p], origin[s, p - 1]
+                block = begin // BLOCK
+                if begin == begins[i, j, p] and begin > low and begin % BLOCK:
+                    # The other slots of this block have values, but are not to be lowered.
+                    for m in range(begin, min((block + 1) * BLOCK, high)):
+                        value = seconds + (later_values[one + m] if m < later_highest[t, p] else 0.0)
+                        value += values[other + m] if m < highest[s, p - 1] else 0.0
+                        values[own + m] = min(values[own + m], value)
+                    block += 1
+                while block < end_block:
+                    if bounds[i, j, block] <= later_floors[t, p, block] + floors[s, p - 1, block] + seconds:
+                        block += 1
+                        continue
+                    end = block + 1
+                    while end < end_block and (
+                        bounds[i, j, end] > later_floors[t, p, end] + floors[s, p - 1, end] + seconds
+                    ):
+                        end += 1
+                    m = block * BLOCK
+                    one_end = max(m, min(rounded_up(later_highest[t, p], BLOCK), end) * BLOCK)
+                    other_end = max(m, min(rounded_up(highest[s, p - 1], BLOCK), end) * BLOCK)
+                    both_end = min(one_end, other_end)
+                    _lower_to_sum(values, own + m, later_values, one + m, other + m, both_end - m, seconds)
+                    _lower_to(values, own + both_end, later_values, one + both_end, one_end - both_end, seconds)
+                    _lower_to(values, own + both_end, values, other + both_end, other_end - both_end, seconds)
+                    flat = max(one_end, other_end)
+                    if flat < end * BLOCK:
+                        values[own + max(flat, low)] = min(values[own + max(flat, low)], seconds)
+                    for lowered in range(block, end):
+                        bounds[i, j, lowered] = values[own + max(lowered * BLOCK, low)]
+                    block = end + 1
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _lower(row: Seconds, other: Seconds, seconds: float) -> None:
-    for i in range(row.shape[0]):
-        value = other[i] + seconds
-        row[i] = value if value < row[i] else row[i]
+@fast_kernel
+def _lower_to_sum(values: Seconds, own: int, others: Seconds, one: int, other: int, count: int, seconds: float) -> None:
+    """Lower `count` values from `own` on to those from `one` on in `others` plus those from `other` on in `values`."""
+    x, y, z = np.uint64(own), np.uint64(one), np.uint64(other)  # without a sign there is no counting from the end
+    for i in range(np.uint64(max(count, 0))):
+        value = others[y + i] + values[z + i] + seconds
+        values[x + i] = value if value < values[x + i] else values[x + i]
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def _lower_sum(row: Seconds, one: Seconds, other: Seconds, seconds: float) -> None:
-    for i in range(row.shape[0]):
-        value = one[i] + other[i] + seconds
-        row[i] = value if value < row[i] else row[i]
+@fast_kernel
+def _lower_to(values: Seconds, own: int, others: Seconds, one: int, count: int, seconds: float) -> None:
+    """Lower `count` values from `own` on to those from `one` on in `others`."""
+    x, y = np.uint64(own), np.uint64(one)
+    for i in range(np.uint64(max(count, 0))):
+        value = others[y + i] + seconds
+        values[x + i] = value if value < values[x + i] else values[x + i]
 
 
-@njit(cache=True, nogil=True)
-def _first_at_most(row: Seconds, first: int, seconds: float) -> int:
-    """A position from `first` on whose value, and so in the end every later one, is at most `seconds`.
-
-    The row need not be falling yet: wherever the search ends, making it falling brings all later values down to there.
-    """
-    last = row.shape[0]
-    while first < last:
-        middle = (first + last) >> 1
-        if row[middle] <= seconds:
-            last = middle
-        else:
-            first = middle + 1
-    return first
-
-
-@njit(cache=True, nogil=True)
-def _make_falling(row: Seconds) -> None:
-    """What fits in fewer slots fits in more."""
-    for i in range(1, row.shape[0]):
-        if row[i] > row[i - 1]:
-            row[i] = row[i - 1]
-
-
-@njit(cache=True, nogil=True)
-def _slower(least: Least, rows: Rows, values: Seconds, unit_bytes: int, s: int, t: int, available_bytes: int) -> float:
-    """What s..t takes above its fastest schedule with this many bytes, as far as the table knows."""
-    if available_bytes >= least.ample_bytes[s, t]:
-        return 0.0
-    if available_bytes < least.least_bytes[s, t]:
-        return np.inf
-    low, high = rows.lowest[s, t], rows.highest[s, t]
-    slot = min(rounded_down(available_bytes, unit_bytes), high - 1)
-    return float(values[rows.offset[s, t] + slot - low] if slot >= low else least.slower[s, t])
-
-
-@njit(cache=True, nogil=True)
-def _decide(
-    costs: Costs, least: Least, rows: Rows, values: Seconds, unit_bytes: int, s: int, t: int, available_bytes: int
-) -> int:
+@kernel
+def _decide(costs: Costs, least: Least, rows: Rows, unit_bytes: int, s: int, t: int, available_bytes: int) -> int:
     """The best way for `all`, or minus the best split of s..t, with this many bytes; they must suffice."""
     best, decision = np.inf, 0
     if s == t or costs.saves_ahead:
         for way in range(costs.first_way[s], costs.first_way[s + 1]):
-            if _own_peak(costs, way, t) <= available_bytes:
+            if own_peak(costs, way, t) <= available_bytes:
                 seconds = costs.way_slower[way]
                 if s < t:
-                    left = available_bytes - costs.way_saved[way]
-                    seconds += _slower(least, rows, values, unit_bytes, s + 1, t, left)
+                    seconds += slower(least, rows, unit_bytes, s + 1, t, available_bytes - costs.way_saved[way])
                 if seconds < best:
                     best, decision = seconds, way
     peak = 0
     for p in range(s + 1, t + 1):
-        peak = max(peak, _forward_peak(costs, s, p - 1))
+        peak = max(peak, forward_peak(costs, s, p - 1))
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
         if costs.beside[t] + peak > available_bytes or seconds >= best:
             break
-        left = available_bytes - costs.activation[p - 1]
-        seconds += _slower(least, rows, values, unit_bytes, p, t, left)
-        seconds += _slower(least, rows, values, unit_bytes, s, p - 1, available_bytes)
+        seconds += slower(least, rows, unit_bytes, p, t, available_bytes - costs.activation[p - 1])
+        seconds += slower(least, rows, unit_bytes, s, p - 1, available_bytes)
         if seconds < best:
             best, decision = seconds, -p
     return decision
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _read_off(
-    costs: Costs, least: Least, rows: Rows, values: Seconds, unit_bytes: int, available_bytes: int
-) -> tuple[Indices, float]:
-    """The decisions for 1..n with this many bytes, in the order in which they run, and the time above the fastest."""
-    n = costs.activation.shape[0] - 1
-    decisions = np.empty(2 * n, np.int64)
-    pending = np.empty((n + 1, 3), np.int64)
-    pending[0] = (1, n, available_bytes)
-    num_pending, num_decisions, slower = 1, 0, 0.0
+    costs: Costs, least: Least, rows: Rows, unit_bytes: int, decisions: Indices, pending: Indices
+) -> tuple[int, float]:
+    """Note the decisions in the order in which they run; return their number and the time above the fastest schedule.
+
+    `pending` has room for n sub-schedules (s, t, available bytes) that are still to be decided; the first is there.
+    """
+    num_pending, num_decisions, seconds = 1, 0, 0.0
     while num_pending:
         num_pending -= 1
-        s, t, available = pending[num_pending]
-        decision = _decide(costs, least, rows, values, unit_bytes, s, t, available)
+        s, t, available = pending[num_pending, 0], pending[num_pending, 1], pending[num_pending, 2]
+        decision = _decide(costs, least, rows, unit_bytes, s, t, available)
         decisions[num_decisions] = decision
         num_decisions += 1
         if decision < 0:
             p = -decision
-            slower += costs.split_until[p] - costs.forward_until[s - 1]
-            pending[num_pending] = (s, p - 1, available)
-            pending[num_pending + 1] = (p, t, available - costs.activation[p - 1])
-            num_pending += 2
+            seconds += costs.split_until[p] - costs.forward_until[s - 1]
+            num_pending = _put(pending, num_pending, s, p - 1, available)
+            num_pending = _put(pending, num_pending, p, t, available - costs.activation[p - 1])
         else:
-            slower += costs.way_slower[decision]
+            seconds += costs.way_slower[decision]
             if s < t:
-                pending[num_pending] = (s + 1, t, available - costs.way_saved[decision])
-                num_pending += 1
-    return decisions[:num_decisions], slower
+                num_pending = _put(pending, num_pending, s + 1, t, available - costs.way_saved[decision])
+    return num_decisions, seconds
+
+
+@kernel
+def _put(pending: Indices, num_pending: int, s: int, t: int, available_bytes: int) -> int:
+    pending[num_pending, 0], pending[num_pending, 1], pending[num_pending, 2] = s, t, available_bytes
+    return num_pending + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,36 +303,41 @@ class Table:
     least: Least
     slots: Slots
     rows: Rows
-    values: Seconds
 
     @classmethod
     def of(cls, costs: Costs, least: Least, available_bytes: int, most_slots: int) -> Table:
-        """Fill the table for every budget up to `available_bytes`, cut into at most `most_slots` slots."""
+        """The table for every budget up to `available_bytes`, cut into at most `most_slots` slots."""
         n = costs.num_stages
         ample = int(least.ample_bytes[1, n])
         slots = Slots.for_budget(min(available_bytes, ample), most_slots)
         if available_bytes >= ample:
-            empty = np.zeros((n + 2, n + 2), np.int32)
-            return cls(costs, least, slots, Rows(empty, empty, empty.astype(np.int64)), np.empty(0))
-        rows, size = _lay_rows(costs, least, slots.unit_bytes, slots.num_slots)
-        values: Seconds = np.empty(size)
-        num_tiles = -(-n // _TILE)
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, num_tiles)) as pool:
-            for distance in range(num_tiles):
+            return cls(costs, least, slots, empty_rows(n))
+        rows = make_rows(costs, least, slots.unit_bytes, slots.num_slots, with_input=False)
+        later = make_rows(costs, least, slots.unit_bytes, slots.num_slots, with_input=True)
+        # Of the floors only the half is touched that belongs to s <= t.
+        if most_slots > BLOCK and sum(r.values.nbytes + r.floors.nbytes // 2 for r in (rows, later)) > _LARGEST_BYTES:
+            return cls.of(costs, least, available_bytes, most_slots // 2)
+        firsts, num_blocks = range(1, n + 1, _TILE), rows.floors.shape[2]
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(firsts))) as pool:
+            for distance in range(len(firsts)):
+                tiles = [_make_tile(n, num_blocks, *c) for c in zip(firsts, firsts[distance:], strict=False)]
+                jobs = [pool.submit(_fill_tile, costs, least, rows, later, slots.unit_bytes, tile) for tile in tiles]
+                for job in jobs:
+                    job.result()
+        return cls(costs, least, slots, rows)
 
-                def fill(tile: int, distance: int = distance) -> None:
-                    s_first, t_first = tile * _TILE + 1, (tile + distance) * _TILE + 1
-                    _fill_tile(costs, least, rows, values, slots.unit_bytes, s_first, t_first, _TILE)
+    def decisions(self, available_bytes: int, stages: tuple[int, int] | None = None) -> tuple[Indices, float]:
+        """The schedule of the stages s..t (None: of all) for a budget.
 
-                list(pool.map(fill, range(num_tiles - distance)))
-        return cls(costs, least, slots, rows, values)
+        Args:
+            available_bytes: at least `least_bytes[s, t]`, and at most the table's less a[s-1] where s > 1.
+            stages: s and t.
 
-    def decisions(self, available_bytes: int) -> tuple[NDArray[Any], float]:
-        """The schedule for a budget: its decisions (see `nested.operations_of`) and its time above the fastest.
-
-        `available_bytes` is at least `least_bytes[1, n]`.
+        Returns:
+            What it consists of (see `nested.operations_of`), and its time above the fastest schedule of s..t.
         """
-        decisions, slower = _read_off(
-            self.costs, self.least, self.rows, self.values, self.slots.unit_bytes, available_bytes
-        )
-        return decisions, slower
+        n = self.costs.num_stages
+        decisions, pending = np.empty(2 * n, np.int64), np.empty((n + 1, 3), np.int64)
+        pending[0] = (*(stages or (1, n)), available_bytes)
+        count, seconds = _read_off(self.costs, self.least, self.rows, self.slots.unit_bytes, decisions, pending)
+        return decisions[:count], seconds

@@ -85,4 +85,4 @@ def _recomputed(problem: Problem) -> Placement | None:
         return None
     decisions, _ = Table.of(costs, least, available, RECOMPUTATION_SLOTS).decisions(available)
     order = operations_of(costs, decisions)
-    return Profile(problem.chain, order).place((), problem.memory_budget, problem.bandwidth)  # type: ignore[arg-type]
+    return Profile(problem.chain, order).place((), problem.memory_budget, problem.bandwidth)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import costs_of
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +17,8 @@ class Rotor:
     chains: how to train deep neural networks with limited memory", 2019, §4.
 
     Args:
-        slots: how finely memory is cut. With no more bytes than that to share out the answer is optimal; with more it
-            is optimal for sizes rounded up to slots, or better.
+        slots: how finely memory is cut; None: 500, and more for a short chain. Where the bytes to share out are no more
+            than slots the answer is optimal; where they are, it is found by interpolating between slots.
 
     Example:
         >>> from lowtide import Chain, Stage, solve
@@ -28,7 +27,7 @@ class Rotor:
         10.0
     """
 
-    slots: int = DEFAULT_NUM_SLOTS
+    slots: int | None = None
 
     def plan(self, problem: Problem) -> Answer:
         """The fastest nested persistent schedule within the budget.
