@@ -6,12 +6,9 @@ from dataclasses import dataclass
 
 from lowtide.schedule import Backward, Forward
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import converted, fastest
+from lowtide.strategies.conversion import converted_plans, fastest
 from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
 from lowtide.strategies.transfers import Profile
-
-# The model's best plans are close to each other, and conversion does not cost each the same.
-_NUM_PLANS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +41,11 @@ class OffloadOnly:
             raise problem.infeasible("offload", minimum)
         profile = _store_all(problem)
         everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
-        if not problem.bandwidth or problem.memory_budget >= profile.need_bytes(()):
-            schedule = fastest(problem, "offload", [everything])
-            assert schedule is not None
-            return Answer(schedule, model_seconds=profile.compute_seconds)
+        if problem.memory_budget >= profile.need_bytes(()):
+            return Answer(fastest("offload", [everything]), model_seconds=profile.compute_seconds)
         model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
-        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
-        schedule = fastest(problem, "offload", [*(converted(problem, plan) for plan in plans), everything])
-        assert schedule is not None
-        return Answer(schedule, model_seconds=plans[0].seconds)
+        placements, seconds = converted_plans(problem, model, self.slots)
+        return Answer(fastest("offload", [*placements, everything]), model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
         """The largest single computation with its own values; without a link, what plain training needs."""

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 
 from lowtide.schedule import Backward, Forward
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import converted, fastest
+from lowtide.strategies.conversion import converted_plans, fastest
 from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested_table import Table, least_memory
 from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
 from lowtide.strategies.slots import DEFAULT_NUM_SLOTS as RECOMPUTATION_SLOTS
 from lowtide.strategies.transfers import Placement, Profile
-
-# The model's best plans are close to each other, and conversion does not cost each the same.
-_NUM_PLANS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,9 @@ class Pofo:
         model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
         if problem.memory_budget < model.minimum_bytes:
             raise problem.infeasible("pofo", model.minimum_bytes)
-        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
-        placements = [converted(problem, plan) for plan in plans]
-        placements += [_recomputed(problem), *self._offloaded(problem)]
-        schedule = fastest(problem, "pofo", placements)
-        assert schedule is not None
-        return Answer(schedule, model_seconds=plans[0].seconds)
+        placements, seconds = converted_plans(problem, model, self.slots)
+        schedule = fastest("pofo", [*placements, _recomputed(problem), *self._offloaded(problem)])
+        return Answer(schedule, model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
         """What is needed where every value that is kept is moved; without a link, what rotor needs."""
@@ -72,8 +66,7 @@ class Pofo:
         order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
         profile = Profile(problem.chain, [*order, *(Backward(k) for k in reversed(stages))])
         everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
-        plans = model.plans(problem.memory_budget, self.slots, _NUM_PLANS)
-        return [*(converted(problem, plan) for plan in plans), everything]
+        return [*converted_plans(problem, model, self.slots)[0], everything]
 
 
 def _recomputed(problem: Problem) -> Placement | None:
