@@ -17,6 +17,9 @@ from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
 
 Progress = Callable[[str, float], None]
 
+# Under `auto`, so many of the fastest answers are improved further; each takes a few seconds at the most.
+_NUM_IMPROVED = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -125,6 +128,7 @@ def solve(
     candidates: list[Candidate] = []
     best: tuple[Entry, Answer, Trace] | None = None
     moving: tuple[Entry, Answer, Trace] | None = None  # the best that manages weights
+    others: list[tuple[Entry, Answer, Trace]] = []  # those that do not
     entries = applicable(chain, rate, manage_weights=manage_weights)
     floor = _least_seconds(chain)
     for tried, entry in enumerate(entries):
@@ -136,7 +140,9 @@ def solve(
             candidates.append(Candidate(entry.name, None, None, error.minimum_bytes))
             continue
         candidates.append(Candidate(entry.name, trace.seconds, trace.peak_bytes, None))
-        if entry.manages_weights and (moving is None or trace.seconds < moving[2].seconds):
+        if not entry.manages_weights:
+            others.append((entry, answer, trace))
+        elif moving is None or trace.seconds < moving[2].seconds:
             moving = (entry, answer, trace)
         if best is None or (trace.seconds, trace.peak_bytes) < (best[2].seconds, best[2].peak_bytes):
             best = (entry, answer, trace)
@@ -148,6 +154,10 @@ def solve(
         if progress is not None:
             progress("improving the moves of weights", 1.0)
         best = _improved(moving, best, problem)
+    if rate and best[2].seconds > floor * (1 + 1e-12):
+        if progress is not None:
+            progress("improving the moves of activations", 1.0)
+        best = _with_better_moves(others, best, problem)
     entry, answer, trace = best
     return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, tuple(candidates))
 
@@ -198,6 +208,22 @@ def _improved(
     trace = simulate(problem.chain, better.schedule, bandwidth=problem.bandwidth, duplex=problem.duplex)
     fits = trace.peak_bytes <= problem.memory_budget
     return (entry, better, trace) if fits and trace.seconds < best[2].seconds else best
+
+
+def _with_better_moves(
+    others: list[tuple[Entry, Answer, Trace]], best: tuple[Entry, Answer, Trace], problem: Problem
+) -> tuple[Entry, Answer, Trace]:
+    """The best so far, or one of the fastest answers with a better choice of activations to move."""
+    from lowtide.strategies.improve import improve
+
+    for entry, answer, _ in sorted(others, key=lambda other: other[2].seconds)[:_NUM_IMPROVED]:
+        schedule = improve(problem, answer.schedule)
+        if schedule is None:
+            continue
+        trace = simulate(problem.chain, schedule, bandwidth=problem.bandwidth, duplex=problem.duplex)
+        if trace.peak_bytes <= problem.memory_budget and trace.seconds < best[2].seconds:
+            best = (entry, replace(answer, schedule=schedule), trace)
+    return best
 
 
 def _solution(
