@@ -11,12 +11,16 @@ from numba import njit
 from lowtide import Backward, Chain, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.schedule import Start
 
-# What may happen to one value in one gap: O offload, R release, P prefetch. Fetching what left in the same gap, or
-# copying what has just come, only costs.
+# What may happen to one value in one gap: O offload, R release, P prefetch. Copying out what has just come only costs.
 _ACTIONS = ("", "O", "R", "OR", "P")
+# A value may also leave and come back within one gap, which makes room for others to arrive. That is rarely of use and
+# too much to try with more than two values.
+_TRIPS_WITHIN_A_GAP = ("RP", "ORP")
 
 
-def legal_patterns(uses: list[bool], changes: list[bool]) -> set[tuple[tuple[str, ...], bool, bool]]:
+def legal_patterns(
+    uses: list[bool], changes: list[bool], actions: tuple[str, ...]
+) -> set[tuple[tuple[str, ...], bool, bool]]:
     """What one value may do in each gap of a cycle, with the state (on the device, current on the host) it starts from.
 
     Gap j comes before computation j; `uses[j]` and `changes[j]` say what that computation does with the value.
@@ -27,7 +31,7 @@ def legal_patterns(uses: list[bool], changes: list[bool]) -> set[tuple[tuple[str
         for used, changed in zip(uses, changes, strict=True):
             longer = []
             for pattern, on_device, current in partial:
-                for action in _ACTIONS:
+                for action in actions:
                     after = _after(action, on_device, current)
                     if after is None or (used and not after[0]):
                         continue
@@ -68,13 +72,23 @@ def _is_useful(pattern: tuple[str, ...], uses: list[bool], changes: list[bool]) 
     return True
 
 
-def _orders(strings: list[str]) -> list[list[tuple[int, str]]]:
-    """The orders of the values' actions in one gap: offloads first, since they wait for nothing."""
-    offloads = [(index, "O") for index, string in enumerate(strings) if "O" in string]
-    others = [(index, string[-1]) for index, string in enumerate(strings) if string[-1:] in ("R", "P")]
-    return [
-        [*first, *second] for first in itertools.permutations(offloads) for second in itertools.permutations(others)
-    ]
+def _orders(strings: list[str], duplex: bool) -> list[list[tuple[int, str]]]:
+    """The orders of the values' actions in one gap.
+
+    Where copies out have a channel of their own they may all come first, since an offload waits for nothing.
+    """
+    found: list[list[tuple[int, str]]] = []
+
+    def extend(order: list[tuple[int, str]], left: list[str]) -> None:
+        if not any(left):
+            found.append(order)
+        first = [index for index, string in enumerate(left) if string[:1] == "O"] if duplex else []
+        for index in first or [index for index, string in enumerate(left) if string]:
+            rest = [string[1:] if at == index else string for at, string in enumerate(left)]
+            extend([*order, (index, left[index][0])], rest)
+
+    extend([], strings)
+    return found
 
 
 @njit(cache=True)
@@ -146,7 +160,8 @@ class TinyProblem:
     def patterns(self, value: int) -> list[tuple[tuple[str, ...], bool, bool]]:
         """What one value may do; one of no bytes stays."""
         uses, changes = self.uses[value], self.changes[value]
-        found = {entry for entry in legal_patterns(uses, changes) if _is_useful(entry[0], uses, changes)}
+        actions = _ACTIONS + (_TRIPS_WITHIN_A_GAP if len(self.values) <= 2 else ())
+        found = {entry for entry in legal_patterns(uses, changes, actions) if _is_useful(entry[0], uses, changes)}
         if not self.bytes[value]:
             found = {entry for entry in found if not any(entry[0])}
         return sorted(found)
@@ -180,6 +195,20 @@ class TinyProblem:
                 return False
         return True
 
+    def fits_at_computations(
+        self, chosen: tuple[tuple[tuple[str, ...], bool, bool], ...], on_device: list[bool]
+    ) -> bool:
+        """Whether the computations have room, whatever the order in the gaps."""
+        there = list(on_device)
+        for j, peak in enumerate(self.peak):
+            for value, (pattern, *_) in enumerate(chosen):
+                last = pattern[j][-1:]
+                there[value] = there[value] if last in ("", "O") else last == "P"
+            resident = sum(size for size, present in zip(self.bytes, there, strict=True) if present)
+            if peak + resident > self.memory_budget:
+                return False
+        return True
+
     def schedule(self, gaps: list[list[tuple[int, str]]], states: list[tuple[bool, bool]]) -> Schedule:
         """A list as a schedule."""
         kinds = tuple(dict.fromkeys(kind for kind, _ in self.values))
@@ -194,26 +223,21 @@ class TinyProblem:
 
 
 def fastest_period(problem: TinyProblem) -> tuple[float, Schedule | None]:
-    """The least period of all legal lists, and one list that has it; infinity where none fits."""
+    """The least period of all legal lists, and one list that has it; infinity where none fits.
+
+    With more than two values lists in which a value leaves and returns within one gap are left out.
+    """
     best, winner = math.inf, None
     floor = math.fsum(problem.seconds)
     for chosen in itertools.product(*(problem.patterns(value) for value in range(len(problem.values)))):
-        if problem.copying(chosen) >= best - 1e-9:
-            continue
         states = [(on_device, current) for _, on_device, current in chosen]
         on_device = [there for there, _ in states]
-        orders = [_orders([pattern[0][j] for pattern in chosen]) for j in range(len(problem.seconds))]
-        if not problem.fits([max(order, key=_releases_first) for order in orders], on_device):
+        if problem.copying(chosen) >= best - 1e-9 or not problem.fits_at_computations(chosen, on_device):
             continue
-        for gaps in map(list, itertools.product(*orders)):
+        strings = [[pattern[0][j] for pattern in chosen] for j in range(len(problem.seconds))]
+        for gaps in map(list, itertools.product(*(_orders(gap, problem.duplex) for gap in strings))):
             if problem.fits(gaps, on_device) and (period := problem.period(gaps)) < best - 1e-9:
                 best, winner = period, problem.schedule(gaps, states)
             if best <= floor + 1e-9:
                 return best, winner
     return best, winner
-    return best, winner
-
-
-def _releases_first(order: list[tuple[int, str]]) -> list[bool]:
-    """No order of a gap needs less memory than one that lets go before it fetches."""
-    return [action == "R" for _, action in order if action != "O"]

@@ -148,7 +148,8 @@ def _kinds_of_trips(period: Period, program: Program, unit: int) -> tuple[_Trips
     first, second, third = (program.variables(n, 1.0, integral=True) for _ in range(3))
     own_copy = program.variables(n, 1.0)  # of a weight that leaves after its forward alone
     for k in range(n):
-        # A trip that covers no computation makes no room.
+        # A trip that covers no computation makes no room at one; left out of the sums, no row is broken by it. Nor by
+        # counting two trips between the same uses as one long one.
         program.upper[first[k]] = 1.0 if weights[k] and forward[k] - backward[k] > 1 else 0.0
         program.upper[second[k]] = 1.0 if weights[k] and following[k] - forward[k] > 1 else 0.0
         program.upper[third[k]] = 1.0 if states[k] else 0.0
