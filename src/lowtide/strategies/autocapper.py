@@ -11,7 +11,7 @@ from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested_table import Table, least_memory
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
+from lowtide.strategies.slots import default_num_slots
 from lowtide.strategies.transfers import Placement, Profile
 
 Order = tuple[Forward | Backward, ...]
@@ -26,11 +26,11 @@ class Autocapper:
     rematerialization and offloading for training DNNs", 2021, §5.1.
 
     Args:
-        slots: how finely memory is cut for the recomputation.
+        slots: how finely memory is cut for the recomputation; None: as `rotor` does.
         num_budgets: how many M' are tried; the paper's 40.
     """
 
-    slots: int = DEFAULT_NUM_SLOTS
+    slots: int | None = None
     num_budgets: int = 40
 
     def plan(self, problem: Problem) -> Answer:
@@ -69,7 +69,7 @@ class Autocapper:
 class _Recomputation:
     """The best recomputation for any memory."""
 
-    def __init__(self, problem: Problem, slots: int) -> None:
+    def __init__(self, problem: Problem, slots: int | None) -> None:
         self.chain = problem.chain
         self.outside = outside_bytes(problem.chain)
         self.costs = costs_of(problem.chain, variants=False)
@@ -77,9 +77,9 @@ class _Recomputation:
         n = self.costs.num_stages
         self.least_bytes = self.outside + int(self.least.least_bytes[1, n])
         self.ample_bytes = self.outside + int(self.least.ample_bytes[1, n])
-        self.slots = slots
+        self.slots = slots or default_num_slots(n)
         # One byte below what the fastest schedule needs, the table is complete.
-        self.table = Table.of(self.costs, self.least, self.ample_bytes - self.outside - 1, slots)
+        self.table = Table.of(self.costs, self.least, self.ample_bytes - self.outside - 1, self.slots)
 
     def orders(self, lowest: int, count: int) -> list[Order]:
         """The orders for `count` memories, evenly from `lowest` to what plain training needs; each order once."""

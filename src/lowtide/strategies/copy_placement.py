@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from lowtide.strategies.kernels import kernel
 
 NEVER = np.int64(2**62)  # a position after every computation
 
@@ -28,7 +29,7 @@ class GapArrays(NamedTuple):
     """The gaps sorted by `end`."""
 
 
-@njit(cache=True)
+@kernel
 def place_copies(
     seconds: Seconds,
     excess: Positions,
@@ -78,7 +79,7 @@ def place_copies(
     return best, best_offload, release, best_fetch
 
 
-@njit(cache=True)
+@kernel
 def _releases(
     seconds: Seconds,
     excess: Positions,
@@ -132,7 +133,7 @@ def _releases(
     return True, release
 
 
-@njit(cache=True)
+@kernel
 def _slack(excess: Positions, gaps: GapArrays, release: Positions) -> Positions:
     """The room left at each computation when every released value comes back at the last moment."""
     slack = -excess
@@ -142,7 +143,7 @@ def _slack(excess: Positions, gaps: GapArrays, release: Positions) -> Positions:
     return slack
 
 
-@njit(cache=True)
+@kernel
 def _offloads(gaps: GapArrays, release: Positions, by_release: bool) -> Positions:
     """Where each released value's copy is queued (at its first released gap): as soon as the value exists.
 
@@ -161,7 +162,7 @@ def _offloads(gaps: GapArrays, release: Positions, by_release: bool) -> Position
     return offload
 
 
-@njit(cache=True)
+@kernel
 def _fetches(slack: Positions, gaps: GapArrays, release: Positions, ordered: bool, earliest: int) -> Positions:
     """Where each released value is fetched: as early as memory allows, in the order of need.
 
@@ -183,7 +184,7 @@ def _fetches(slack: Positions, gaps: GapArrays, release: Positions, ordered: boo
     return fetch
 
 
-@njit(cache=True)
+@kernel
 def run_clocks(
     seconds: Seconds,
     gaps: GapArrays,

@@ -10,7 +10,7 @@ from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import Costs, costs_of, operations_of
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested_table import Least, Table, least_memory
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
+from lowtide.strategies.slots import default_num_slots
 from lowtide.strategies.transfers import Profile
 
 Computation = Forward | Backward
@@ -36,10 +36,10 @@ class Opportunist:
     rematerialization and offloading for training DNNs", 2021, §5.1.
 
     Args:
-        slots: how finely memory is cut for the recomputation of groups.
+        slots: how finely memory is cut for the recomputation of groups; None: as `rotor` does.
     """
 
-    slots: int = DEFAULT_NUM_SLOTS
+    slots: int | None = None
 
     def plan(self, problem: Problem) -> Answer:
         """Its one schedule; without a link, the best recomputation.
@@ -95,14 +95,14 @@ class _Work:
             best = min(best, so_far)
         return best
 
-    def order(self, memory_budget: int, slots: int) -> tuple[list[Computation], set[Value]]:
+    def order(self, memory_budget: int, slots: int | None) -> tuple[list[Computation], set[Value]]:
         """The computations, and the values that are moved."""
         n = self.arrays.output.size - 1
         ahead: list[Computation] = []
         behind: list[list[Computation]] = []
         moved: set[Value] = set()
         available = memory_budget - self.fixed_bytes
-        table = Table.of(self.costs, self.least, available, slots)
+        table = Table.of(self.costs, self.least, available, slots or default_num_slots(n))
         for group in self.groups:
             first, last = group.first, group.last
             if self._rest_bytes(group) <= memory_budget:

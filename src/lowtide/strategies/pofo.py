@@ -11,7 +11,7 @@ from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested_table import Table, least_memory
 from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS as RECOMPUTATION_SLOTS
+from lowtide.strategies.slots import default_num_slots
 from lowtide.strategies.transfers import Placement, Profile
 
 
@@ -43,7 +43,7 @@ class Pofo:
             InfeasibleBudgetError: below `minimum_bytes`.
         """
         if not problem.bandwidth:
-            return plan_nested(problem, costs_of(problem.chain), "pofo", RECOMPUTATION_SLOTS)
+            return plan_nested(problem, costs_of(problem.chain), "pofo", None)
         model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
         if problem.memory_budget < model.minimum_bytes:
             raise problem.infeasible("pofo", model.minimum_bytes)
@@ -76,6 +76,6 @@ def _recomputed(problem: Problem) -> Placement | None:
     available = problem.memory_budget - outside_bytes(problem.chain)
     if available < int(least.least_bytes[1, costs.num_stages]):
         return None
-    decisions, _ = Table.of(costs, least, available, RECOMPUTATION_SLOTS).decisions(available)
+    decisions, _ = Table.of(costs, least, available, default_num_slots(costs.num_stages)).decisions(available)
     order = operations_of(costs, decisions)
     return Profile(problem.chain, order).place((), problem.memory_budget, problem.bandwidth)

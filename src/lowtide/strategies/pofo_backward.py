@@ -27,10 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
+from lowtide.strategies.kernels import fast_kernel, kernel
 from lowtide.strategies.nested_table import Least
 from lowtide.strategies.slots import Slots, rounded_down, rounded_up
 
@@ -40,8 +40,6 @@ Singles = NDArray[np.float32]
 NUM_KEPT = 3
 # Of two sequences that take the same time for the Δ in question the one with less T + L serves other Δ better.
 _TIE = 1e-4
-# No NaN and no signed zero occurs here; saying so lets the compiler use vector maxima.
-_FAST = {"nnan", "nsz"}
 
 
 class Blocks(NamedTuple):
@@ -113,7 +111,7 @@ def blocks_of(
     return blocks
 
 
-@njit(cache=True)
+@kernel
 def _forwards_ahead(chain: ChainArrays, bandwidth: float) -> Floats:
     n = chain.output.size - 1
     ahead = np.zeros((n + 2, n + 2, 3))
@@ -128,7 +126,7 @@ def _forwards_ahead(chain: ChainArrays, bandwidth: float) -> Floats:
     return ahead
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill(chain: ChainArrays, blocks: Blocks, firsts: Integers, length: int) -> None:
     """Fill the rows of the sub-chains of one length that begin at `firsts`; all shorter ones are there."""
     num_slots = blocks.seconds.shape[2]
@@ -142,7 +140,7 @@ def _fill(chain: ChainArrays, blocks: Blocks, firsts: Integers, length: int) -> 
         _fill_row(chain, blocks, i, i + length - 1, score, shift)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _fill_row(chain: ChainArrays, blocks: Blocks, i: int, j: int, score: Singles, shift: Singles) -> None:
     unit, bandwidth = blocks.unit_bytes, blocks.bandwidth
     row = blocks.row[i, j]
@@ -196,7 +194,7 @@ def _fill_row(chain: ChainArrays, blocks: Blocks, i: int, j: int, score: Singles
     blocks.num_distinct[row] = distinct
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _last_useful(
     chain: ChainArrays, blocks: Blocks, i: int, j: int, forward: float, end: int, score: Singles, shift: Singles
 ) -> int:
@@ -214,7 +212,7 @@ def _last_useful(
     return end
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@fast_kernel
 def _num_better(
     score: Singles,
     shift: Singles,
@@ -237,7 +235,7 @@ def _num_better(
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _try_keep(
     seconds: Singles,
     late: Singles,
@@ -262,7 +260,7 @@ def _try_keep(
             score[slot], seconds[slot], late[slot] = value, total, latest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _try_all(
     chain: ChainArrays,
     blocks: Blocks,
@@ -299,7 +297,7 @@ def _try_all(
                     late[kept, slot] = latest
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def block_seconds(blocks: Blocks, i: int, j: int, room: int, arriving: float) -> float:
     """C_Δ(i, j, A, Δ) with `room` = M - A and `arriving` = Δ, as far as the table knows; inf: no room."""
     if room < blocks.least_bytes[i, j]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
+from lowtide.strategies.kernels import kernel
 
 _NEVER = 2**62  # above the sum of any sizes a chain can have
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def least_forward(chain: ChainArrays, least_block: Integers, recompute: bool) -> Integers:
     """For (i, x), the least memory with which the stages from i on, their input included, can be done.
 
@@ -126,7 +126,7 @@ def _bargains(chain: ChainArrays, i: int) -> list[tuple[float, float]]:
     return steps
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: float, bandwidth: float) -> float:
     """What is left to do from stage i on takes at least so many seconds, both phases together.
 
@@ -174,7 +174,7 @@ def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: floa
     return float(max(bounds.total[i] + best, waiting))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _cost_at(extra: float, spared: float, over_f: float, over_b: float, bandwidth: float) -> float:
     wait = max(0.0, over_f - spared) + max(0.0, over_b - spared - bandwidth * extra)
     return extra + wait / bandwidth

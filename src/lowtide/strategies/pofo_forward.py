@@ -21,9 +21,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
 
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
+from lowtide.strategies.kernels import kernel
 from lowtide.strategies.pofo_backward import Blocks, block_seconds
 from lowtide.strategies.pofo_bounds import Bounds, least_rest
 
@@ -39,6 +40,9 @@ STAGE, KIND, PARENT, MOVED, STORED = range(5)
 LEAVING, ARRIVING, SECONDS, AT_LEAST = range(4)
 
 
+Rows = NDArray[np.int32]
+
+
 class Found(NamedTuple):
     """What a search found: all labels, and the completed ones, best first.
 
@@ -51,15 +55,6 @@ class Found(NamedTuple):
     amounts: Floats
     ends: Integers
     totals: Floats
-
-
-class _Settings(NamedTuple):
-    memory: int
-    bandwidth: float
-    unit: float
-    num_slots: int
-    exact: bool
-    limit: float
 
 
 class _Pool(NamedTuple):
@@ -80,7 +75,28 @@ class _Forwards(NamedTuple):
     """max(use / β - the time of those before it)"""
 
 
-@njit(cache=True, nogil=True)
+class _Work(NamedTuple):
+    """What stays the same during a search."""
+
+    chain: ChainArrays
+    blocks: Blocks
+    forwards: _Forwards
+    least: Integers
+    bounds: Bounds
+    grid: Rows
+    """By slot of (A, Δ_F, Δ_B), the row of the label that is there, -1: none; empty between two (i, x)."""
+    memory: int
+    bandwidth: float
+    num_slots: int
+    exact: bool
+    limit: float
+
+
+Next = tuple[float, float, float]
+"""The time after a decision, and the bytes then left to leave and to arrive; below 0: the link had time left."""
+
+
+@kernel
 def search(
     chain: ChainArrays,
     blocks: Blocks,
@@ -107,9 +123,10 @@ def search(
     """
     n = chain.output.size - 1
     num_kinds = chain.saved.shape[1] + 1
-    settings = _Settings(memory, bandwidth, max(memory, 1) / num_slots, num_slots, n <= EXACT_STAGES, limit)
-    grid = np.full(1 if settings.exact else (num_slots + 1) ** 3, np.int32(-1))
+    exact = n <= EXACT_STAGES
+    grid = np.full(1 if exact else (num_slots + 1) ** 3, np.int32(-1))
     forwards = _forwards(chain, bandwidth)
+    work = _Work(chain, blocks, forwards, least, bounds, grid, memory, bandwidth, num_slots, exact, limit)
     pool = _new_pool(1024)
     pool.numbers[0] = (1, 0, -1, 0, 0)
     pool.amounts[0] = (0.0, 0.0, 0.0, 0.0)
@@ -120,18 +137,15 @@ def search(
         for kind in range(num_kinds):
             first[stage, kind] = pool.size[0]
             if kind == 0 and recompute:
-                made = _labels_keep(chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid)
+                pool = _keep_best(work, pool, _labels_keep(work, pool, first, stage))
             elif 0 < kind <= chain.num_variants[stage - 1]:
-                made = _labels_all(chain, pool, first, stage, kind, settings, least, bounds, grid)
-            else:
-                continue
-            pool = _keep_best(pool, made, settings, grid)
+                pool = _keep_best(work, pool, _labels_all(work, pool, first, stage, kind))
         first[stage, num_kinds] = pool.size[0]
-    ends, totals = _completed(chain, pool, first[n, 0], first[n, num_kinds], settings)
+    ends, totals = _completed(work, pool, first[n, 0], first[n, num_kinds])
     return Found(pool.numbers[: pool.size[0]], pool.amounts[: pool.size[0]], ends, totals)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
     n = chain.output.size - 1
     seconds, lead = np.zeros((n + 2, n + 2)), np.zeros((n + 2, n + 2))
@@ -152,129 +166,110 @@ def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
     return _Forwards(seconds, use, lead)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _given(chain: ChainArrays, stage: int, kind: int) -> int:
     """The bytes of a stage's input."""
     return int(chain.output[stage - 1] if kind == 0 else chain.saved[stage - 1, kind - 1])
 
 
-@njit(cache=True, nogil=True)
-def _labels_all(chain, pool, first, stage, kind, settings, least, bounds, grid):  # type: ignore[no-untyped-def]
+@kernel
+def _labels_all(work: _Work, pool: _Pool, first: Integers, stage: int, kind: int) -> _Pool:
     """Case 1: the labels of `stage` after a forward `all` of the stage before it."""
     made = _new_pool(64)
     for row in range(first[stage - 1, 0], first[stage - 1, -1]):
-        fits, after, leaving, arriving = _after_all(chain, pool, row, kind - 1, settings)
-        if fits:
-            made = _branch(
-                chain, pool, row, made, settings, least, bounds, grid, stage, kind, after, leaving, arriving, True, True
-            )
+        after = _after_all(work, pool, row, kind - 1)
+        if after[0] < np.inf:
+            made = _branch(work, pool, row, made, stage, kind, after, True)
     return made
 
 
-@njit(cache=True, nogil=True)
-def _labels_keep(chain, blocks, forwards, pool, first, stage, settings, least, bounds, grid):  # type: ignore[no-untyped-def]
+@kernel
+def _labels_keep(work: _Work, pool: _Pool, first: Integers, stage: int) -> _Pool:
     """Case 2: the labels of `stage` after light forwards from any stage before it."""
     made = _new_pool(64)
     for i in range(stage - 1, 0, -1):
-        if blocks.row[i, stage - 1] < 0:
+        if work.blocks.row[i, stage - 1] < 0:
             break
         for row in range(first[i, 0], first[i, -1]):
-            after, leaving, arriving, may_stay, may_move = _after_keep(
-                chain, blocks, forwards, pool, row, stage - 1, settings
-            )
-            if after < np.inf:
-                made = _branch(
-                    chain,
-                    pool,
-                    row,
-                    made,
-                    settings,
-                    least,
-                    bounds,
-                    grid,
-                    stage,
-                    0,
-                    after,
-                    leaving,
-                    arriving,
-                    may_stay,
-                    may_move,
-                )
+            after = _after_keep(work, pool, row, stage - 1)
+            if after[0] < np.inf:
+                room = work.memory - pool.numbers[row, STORED] - _given(work.chain, i, pool.numbers[row, KIND])
+                made = _branch(work, pool, row, made, stage, 0, after, work.forwards.use[i, stage - 1] <= room)
     return made
 
 
-@njit(cache=True, nogil=True)
-def _after_all(chain, pool, row, v, settings):  # type: ignore[no-untyped-def]
-    """Whether forward `all` and backward fit after a label; the time then, and what is left to leave and to arrive."""
+@kernel
+def _after_all(work: _Work, pool: _Pool, row: int, v: int) -> Next:
+    """After a label, a forward `all` in variant v and its backward; the time is inf where they do not fit."""
+    chain, memory, bandwidth = work.chain, work.memory, work.bandwidth
     i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
     leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
-    memory, bandwidth = settings.memory, settings.bandwidth
     used = stored + _given(chain, i, kind)
     during_forward = used + chain.heavy_peak[i, v] + chain.standing[chain.output.size - 1]
     during_backward = used + chain.backward_peak[i, v]
     if max(during_forward, during_backward) > memory:
-        return False, 0.0, 0.0, 0.0
+        return np.inf, 0.0, 0.0
     forward = chain.forward_seconds[i, v] + max(0.0, (during_forward + leaving - memory) / bandwidth)
     backward = chain.backward_seconds[i, v] + max(0.0, (during_backward + arriving - memory) / bandwidth)
     after = pool.amounts[row, SECONDS] + forward + backward
-    return True, after, leaving - forward * bandwidth, arriving - backward * bandwidth
+    return after, leaving - forward * bandwidth, arriving - backward * bandwidth
 
 
-@njit(cache=True, nogil=True)
-def _after_keep(chain, blocks, forwards, pool, row, j, settings):  # type: ignore[no-untyped-def]
-    """The same for light forwards i..j, recomputed later: the time is inf where they do not fit; and whether the input
-    of i may stay, and may move.
-    """
+@kernel
+def _after_keep(work: _Work, pool: _Pool, row: int, j: int) -> Next:
+    """After a label of stage i, light forwards i..j, recomputed later; the time is inf where they do not fit."""
+    chain, forwards, bandwidth = work.chain, work.forwards, work.bandwidth
     i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
     leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
-    bandwidth = settings.bandwidth
     given = _given(chain, i, kind)
-    room = settings.memory - stored - given
-    may_stay, may_move = forwards.use[i, j] <= room, forwards.use[i, j] <= room + given
-    if chain.light_peak[i] + chain.standing[chain.output.size - 1] > room or not may_move:
-        return np.inf, 0.0, 0.0, False, False
-    backward = block_seconds(blocks, i, j, room, arriving)
+    room = work.memory - stored - given
+    if chain.light_peak[i] + chain.standing[chain.output.size - 1] > room or forwards.use[i, j] > room + given:
+        return np.inf, 0.0, 0.0
+    backward = block_seconds(work.blocks, i, j, room, arriving)
     forward = forwards.seconds[i, j] + max(0.0, forwards.lead[i, j] + (leaving - room) / bandwidth)
     after = pool.amounts[row, SECONDS] + forward + backward
-    return after, leaving - forward * bandwidth, arriving - backward * bandwidth, may_stay, may_move
+    return after, leaving - forward * bandwidth, arriving - backward * bandwidth
 
 
-@njit(cache=True, nogil=True)
-def _branch(  # type: ignore[no-untyped-def]
-    chain, pool, row, made, settings, least, bounds, grid, stage, kind, after, leaving, arriving, may_stay, may_move
-):
+@kernel
+def _branch(
+    work: _Work, pool: _Pool, row: int, made: _Pool, stage: int, kind: int, after: Next, may_stay: bool
+) -> _Pool:
     """Offer the two labels that follow one: its input stays, its input moves."""
-    if after + bounds.total[stage] > settings.limit:
+    seconds, leaving, arriving = after
+    if seconds + work.bounds.total[stage] > work.limit:
         return made
-    given = _given(chain, pool.numbers[row, STAGE], pool.numbers[row, KIND])
+    given = _given(work.chain, pool.numbers[row, STAGE], pool.numbers[row, KIND])
     for moved in range(2):
-        if (moved == 0 and not may_stay) or (moved == 1 and (not may_move or given == 0)):
+        if (moved == 0 and not may_stay) or (moved == 1 and given == 0):
             continue
         stored = pool.numbers[row, STORED] + (0 if moved else given)
-        if stored + least[stage, kind] > settings.memory:
+        if stored + work.least[stage, kind] > work.memory:
             continue
         leaves = max(leaving + (given if moved else 0), 0.0)
         arrives = max(arriving, 0.0) + (given if moved else 0)
-        room = settings.memory - stored - _given(chain, stage, kind)
-        total = after + least_rest(bounds, stage, room, leaves, arrives, settings.bandwidth)
-        if total <= settings.limit:
-            made = _offer(made, settings, grid, (stage, kind, row, moved, stored), (leaves, arrives, after, total))
+        room = work.memory - stored - _given(work.chain, stage, kind)
+        total = seconds + least_rest(work.bounds, stage, room, leaves, arrives, work.bandwidth)
+        if total <= work.limit:
+            made = _offer(work, made, (stage, kind, row, moved, stored), (leaves, arrives, seconds, total))
     return made
 
 
-@njit(cache=True, nogil=True)
-def _offer(made, settings, grid, numbers, amounts):  # type: ignore[no-untyped-def]
+@kernel
+def _offer(
+    work: _Work, made: _Pool, numbers: tuple[int, int, int, int, int], amounts: tuple[float, float, float, float]
+) -> _Pool:
     """Add a label; of those in one slot the one with the least bound stays."""
     made = _with_room(made, 1)
     row = made.size[0]
-    if not settings.exact:
-        slot = _slot(settings, numbers[STORED], amounts[LEAVING], amounts[ARRIVING])
-        other = grid[slot]
+    if not work.exact:
+        slot = _slot(work, numbers[STORED], amounts[LEAVING], amounts[ARRIVING])
+        other = work.grid[slot]
         if other >= 0:
             if amounts[AT_LEAST] >= made.amounts[other, AT_LEAST]:
                 return made
             row = np.int64(other)
-        grid[slot] = row
+        work.grid[slot] = row
     made.numbers[row] = numbers
     made.amounts[row] = amounts
     if row == made.size[0]:
@@ -282,43 +277,44 @@ def _offer(made, settings, grid, numbers, amounts):  # type: ignore[no-untyped-d
     return made
 
 
-@njit(cache=True, nogil=True)
-def _slot(settings: _Settings, stored: int, leaving: float, arriving: float) -> int:
-    side = settings.num_slots + 1
-    a = min(int(stored / settings.unit), settings.num_slots)
-    f = min(int(leaving / settings.unit), settings.num_slots)
-    b = min(int(arriving / settings.unit), settings.num_slots)
+@kernel
+def _slot(work: _Work, stored: int, leaving: float, arriving: float) -> int:
+    side, unit = work.num_slots + 1, max(work.memory, 1) / work.num_slots
+    a = min(int(stored / unit), work.num_slots)
+    f = min(int(leaving / unit), work.num_slots)
+    b = min(int(arriving / unit), work.num_slots)
     return (a * side + f) * side + b
 
 
-@njit(cache=True, nogil=True)
-def _keep_best(pool, made, settings, grid):  # type: ignore[no-untyped-def]
+@kernel
+def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     """Move the labels that no other one dominates to the pool, by rising bound, as many as may be kept.
 
     Whatever dominates a label has no greater bound, so it comes first.
     """
     size = made.size[0]
-    if not settings.exact:
+    if not work.exact:
         for row in range(size):
-            amounts = made.amounts[row]
-            grid[_slot(settings, made.numbers[row, STORED], amounts[LEAVING], amounts[ARRIVING])] = -1
-    most = size if settings.exact else LABELS_PER_SLOT * settings.num_slots
-    more_stored = 0.0 if settings.exact else _SAME_SLOT * settings.unit
+            work.grid[
+                _slot(work, made.numbers[row, STORED], made.amounts[row, LEAVING], made.amounts[row, ARRIVING])
+            ] = -1
+    most = size if work.exact else LABELS_PER_SLOT * work.num_slots
+    more_stored = 0.0 if work.exact else _SAME_SLOT * work.memory / work.num_slots
     pool = _with_room(pool, min(size, most))
     begin = pool.size[0]
     for row in np.argsort(made.amounts[:size, AT_LEAST], kind="mergesort"):
         end = pool.size[0]
         if end - begin == most:
             break
-        if not _dominated(made, row, pool, begin, end, more_stored, settings.bandwidth):
+        if not _dominated(made, row, pool, begin, end, more_stored, work.bandwidth):
             pool.numbers[end] = made.numbers[row]
             pool.amounts[end] = made.amounts[row]
             pool.size[0] += 1
     return pool
 
 
-@njit(cache=True, nogil=True)
-def _dominated(made, row, pool, begin, end, more_stored, bandwidth):  # type: ignore[no-untyped-def]
+@kernel
+def _dominated(made: _Pool, row: int, pool: _Pool, begin: int, end: int, more_stored: float, bandwidth: float) -> bool:
     """Whether one of the labels begin..end-1 of the pool is at least as good in every respect."""
     stored = made.numbers[row, STORED] + more_stored
     leaving, arriving = made.amounts[row, LEAVING], made.amounts[row, ARRIVING]
@@ -331,30 +327,29 @@ def _dominated(made, row, pool, begin, end, more_stored, bandwidth):  # type: ig
     return False
 
 
-@njit(cache=True, nogil=True)
-def _completed(chain, pool, begin, end, settings):  # type: ignore[no-untyped-def]
+@kernel
+def _completed(work: _Work, pool: _Pool, begin: int, end: int) -> tuple[Integers, Floats]:
     """The loss after every label of stage n: between F_n and B_n all has to have left, and to begin to come back."""
-    n = chain.output.size - 1
-    ends, totals = np.empty(((end - begin) * chain.num_variants[n], 2), dtype=np.int64), np.empty(0)
-    totals = np.empty(ends.shape[0])
+    num_ways = work.chain.num_variants[work.chain.output.size - 1]
+    ends, totals = np.empty(((end - begin) * num_ways, 2), dtype=np.int64), np.empty((end - begin) * num_ways)
     size = 0
     for row in range(begin, end):
-        for v in range(chain.num_variants[n]):
-            fits, after, leaving, arriving = _after_all(chain, pool, row, v, settings)
-            if fits:
-                ends[size] = (row, v)
-                totals[size] = after + (max(leaving, 0.0) + max(arriving, 0.0)) / settings.bandwidth
+        for v in range(num_ways):
+            seconds, leaving, arriving = _after_all(work, pool, row, v)
+            if seconds < np.inf:
+                ends[size, 0], ends[size, 1] = row, v
+                totals[size] = seconds + (max(leaving, 0.0) + max(arriving, 0.0)) / work.bandwidth
                 size += 1
     order = np.argsort(totals[:size], kind="mergesort")
     return ends[order], totals[order]
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _new_pool(capacity: int) -> _Pool:
     return _Pool(np.empty((capacity, 5), dtype=np.int64), np.empty((capacity, 4)), np.zeros(1, dtype=np.int64))
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _with_room(pool: _Pool, num_more: int) -> _Pool:
     """The pool, with room for so many more labels."""
     size = pool.size[0]

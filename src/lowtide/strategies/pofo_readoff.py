@@ -10,10 +10,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from lowtide.schedule import Backward, Forward, Value
 from lowtide.strategies.arrays import ChainArrays
+from lowtide.strategies.kernels import kernel
 from lowtide.strategies.pofo_backward import Blocks, block_seconds
 
 Computation = Forward | Backward
@@ -150,7 +150,7 @@ def _read_block(chain: ChainArrays, blocks: Blocks, i: int, j: int, room: int, a
     return [*light, *later, *earlier], total + wait + left_seconds + right_seconds
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def decide_block(chain: ChainArrays, blocks: Blocks, i: int, j: int, room: int, arriving: float) -> int:
     """The best first decision for the backward phase of i..j: the i' to keep, or -1 - v for `all` in variant v."""
     bandwidth = blocks.bandwidth
