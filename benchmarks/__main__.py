@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-NAMES = ("startup", "selection", "solvers", "pofo", "weights", "overhead")
+NAMES = ("startup", "selection", "solvers", "weights")
 
 
 def main() -> int:
