@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-NAMES = ("startup", "selection", "solvers", "weights")
+NAMES = ("startup", "selection", "solvers", "pofo", "weights")
 
 
 def main() -> int:
