@@ -1,11 +1,13 @@
 """Exhaustive searches: the oracles of optimality. They share nothing with the algorithms but the simulator's rules.
 
-`nested_schedules` lists every nested persistent schedule; `fastest` searches all sequences of operations, with or
-without the rule of persistence, by uniform cost over what is on the device.
+`nested_schedules` lists every nested persistent schedule; `Nested` finds the fastest of them for chains too long to
+list them all; `fastest` searches all sequences of operations, with or without the rule of persistence, by uniform cost
+over what is on the device.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -43,6 +45,47 @@ def curve(chain: Chain, schedules: Iterator[tuple[Operation, ...]]) -> list[tupl
         if not best or trace.seconds < best[-1][1]:
             best.append((trace.peak_bytes, trace.seconds))
     return best
+
+
+class Nested:
+    """The fastest nested persistent schedule by plain recursion, budget by budget, in whole bytes."""
+
+    def __init__(self, chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -> None:
+        self.chain = chain
+        self.saves_ahead = saves_ahead
+        self.variants = variants
+        self.seconds_of = functools.cache(self._seconds)
+
+    def seconds(self, budget: int) -> float:
+        """The least time within a budget, infinite where nothing fits."""
+        return self.seconds_of(1, self.chain.num_stages, budget - self.chain.fixed_bytes - self.chain.input_bytes)
+
+    def _beside(self, t: int) -> int:
+        later = 0 if self.chain.grads_resident else sum(stage.weight_grad_bytes for stage in self.chain.stages[t:])
+        return self.chain.gradient_bytes(t) + later
+
+    def _seconds(self, s: int, t: int, free: int) -> float:
+        """The least time of s..t with `free` bytes, those of a[s-1] not among them."""
+        chain, stage = self.chain, self.chain.stage(s)
+        best = float("inf")
+        made = chain.gradient_bytes(s - 1) + (0 if chain.grads_resident else stage.weight_grad_bytes)
+        for v in range(stage.num_variants if self.variants else 1):
+            way = stage.variant(v)
+            fits_forward = self._beside(t) + way.saved_bytes + way.forward_extra_bytes <= free
+            fits_backward = self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes <= free
+            if fits_forward and fits_backward and (s == t or self.saves_ahead):
+                inner = self.seconds_of(s + 1, t, free - way.saved_bytes) if s < t else 0.0
+                best = min(best, way.forward_seconds + inner + way.backward_seconds)
+        ahead = 0.0
+        for p in range(s + 1, t + 1):
+            before = chain.activation_bytes(p - 2) if p - 1 > s else 0
+            passed = chain.stage(p - 1)
+            if self._beside(t) + before + passed.output_bytes + passed.forward_extra_bytes > free:
+                break
+            ahead += passed.forward_seconds
+            later = self.seconds_of(p, t, free - passed.output_bytes)
+            best = min(best, ahead + later + self.seconds_of(s, p - 1, free))
+        return best
 
 
 @dataclass(frozen=True, slots=True)

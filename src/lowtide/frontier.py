@@ -98,7 +98,7 @@ def frontier(
         chain: the network, a `Chain` or its plain data.
         memory_budget: the largest budget of interest, in bytes or as a string such as `"8GiB"`; None: what plain
             training takes.
-        slots: how finely the table divides memory; None: 500, and more for a short chain.
+        slots: how finely memory is cut for a long chain (see `Rotor`); None: 500.
         num_points: how many budgets are read off; points that are no faster than a smaller one are left out.
 
     Raises:
@@ -112,7 +112,7 @@ def frontier(
     """
     from lowtide.strategies.nested import costs_of
     from lowtide.strategies.nested_table import Table, least_memory
-    from lowtide.strategies.slots import default_num_slots
+    from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
 
     if num_points < 2:
         raise StrategyError(f"num_points is {num_points!r}, expected a whole number from 2 up")
@@ -127,11 +127,18 @@ def frontier(
         raise _infeasible(chain, largest, minimum)
     # With ample memory everything is saved, and no table is needed; one for a byte less knows all below.
     available = max(minimum, min(largest, ample - 1)) - outside
-    table = Table.of(costs, least, available, slots or default_num_slots(chain.num_stages))
-    span = min(largest, ample) - minimum
-    budgets = sorted({minimum + span * i // (num_points - 1) for i in range(num_points)})
-    points = [_point(chain, table, budget) for budget in budgets]
+    table = Table.of(costs, least, available, slots or DEFAULT_NUM_SLOTS)
+    budgets = _budgets(table, minimum - outside, min(largest, ample) - outside, num_points)
+    points = [_point(chain, table, outside + budget) for budget in budgets]
     return Frontier(chain, largest, _falling(points), table)
+
+
+def _budgets(table: Table, least: int, most: int, num_points: int) -> list[int]:
+    """Available bytes to look at: where the time falls, where that is known and not too often; else evenly spaced."""
+    steps = table.steps
+    if steps is not None and len(steps) < num_points:
+        return sorted({least, most, *steps.tolist()})
+    return sorted({least + (most - least) * i // (num_points - 1) for i in range(num_points)})
 
 
 def _point(chain: Chain, table: Table, budget: int) -> FrontierPoint:

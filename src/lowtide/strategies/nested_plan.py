@@ -6,10 +6,9 @@ from lowtide.schedule import Schedule
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import Costs, operations_of, outside_bytes
 from lowtide.strategies.nested_table import Table, least_memory
-from lowtide.strategies.slots import default_num_slots
 
 
-def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int | None) -> Answer:
+def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int) -> Answer:
     """The fastest schedule within the budget.
 
     Raises:
@@ -21,13 +20,12 @@ def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int |
     if problem.memory_budget < minimum:
         raise problem.infeasible(strategy, minimum)
     available = problem.memory_budget - outside
-    table = Table.of(costs, least, available, most_slots or default_num_slots(costs.num_stages))
+    table = Table.of(costs, least, available, most_slots)
     decisions, slower = table.decisions(available)
-    exact = table.slots.unit_bytes == 1 or slower == 0.0
     return Answer(
         Schedule(strategy, operations_of(costs, decisions)),
-        lower_bound_seconds=costs.fastest_seconds + slower if exact else None,
-        details={"slots": table.slots.num_slots, "slot_bytes": table.slots.unit_bytes},
+        lower_bound_seconds=costs.fastest_seconds + slower if table.is_exact else None,
+        details={} if table.slots is None else {"slots": table.slots.num_slots, "slot_bytes": table.slots.unit_bytes},
     )
 
 

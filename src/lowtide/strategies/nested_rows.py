@@ -153,7 +153,7 @@ def _mean(result: Seconds, one: Seconds, other: Seconds, share: float) -> None:
 
 
 @kernel
-def slower(least: Least, rows: Rows, unit_bytes: int, s: int, t: int, available_bytes: int) -> float:
+def slower_by_rows(least: Least, rows: Rows, unit_bytes: int, s: int, t: int, available_bytes: int) -> float:
     """What s..t takes above its fastest schedule with this many bytes, as far as the table knows."""
     limits = (least.least_bytes[s, t], least.slower[s, t], least.ample_bytes[s, t])
     origin, low, high = rows.origin[s, t], rows.lowest[s, t], rows.highest[s, t]

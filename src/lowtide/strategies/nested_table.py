@@ -1,244 +1,53 @@
-"""The least time of nested persistent schedules for every budget at once: the dynamic program, compiled.
+"""The best nested persistent schedule for any budget: what is known of every s..t, and how a schedule is read off it.
 
-The table has a row for every s..t and a column for every number of slots (see `nested_rows`). A schedule of s..t
-begins with `all`, which leaves s+1..t what is not saved, or splits at p, which leaves p..t what a[p-1] does not take
-and s..p-1 everything. What p..t takes beside a[p-1] is needed for every s, so it has rows of its own, `later`.
-
+Where it costs little the least times are known exactly (`nested_stairs`), else for a number of slots (`nested_rows`).
 A schedule is read off with bytes, not slots: from a schedule to those inside it, each decided anew, and only what fits.
-So the answer never exceeds the budget, and is optimal where a slot is one byte. Decisions are not stored: finding one
-again takes O(n), and a schedule consists of less than 2n.
+So it never exceeds the budget, and is optimal where the times are exact or a slot is one byte. Decisions are not
+stored: finding one again takes O(n), and a schedule consists of less than 2n.
 
-Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, theorem 1 and algorithms 1 and 2.
-Two things are said differently: the peak of the forwards before a split at p counts only the stages up to p - 1, since
-with variants the later ones may run in a way that takes less; and delta[s-1] counts in the peak of backward s.
-
-Rows are filled in tiles, those of one distance t - s at the same time. Of a tile first the splits are tried whose parts
-both lie outside it, a few p at a time, so that what they read stays in the cache. A block of slots is skipped where the
-lowest value that a split could give there is no lower than the highest value that is there already.
+Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, algorithm 2.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lowtide.strategies.kernels import fast_kernel, kernel
-from lowtide.strategies.nested import Costs, Indices, Seconds
+from lowtide.strategies.kernels import kernel
+from lowtide.strategies.nested import Bytes, Costs, Indices
+from lowtide.strategies.nested_fill import fill_rows
 from lowtide.strategies.nested_least import Least, forward_peak, least_memory, own_peak
-from lowtide.strategies.nested_rows import (
-    BLOCK,
-    Rows,
-    closed,
-    empty_rows,
-    lower,
-    made_falling,
-    make_rows,
-    opened,
-    shifted,
-    slower,
-)
-from lowtide.strategies.slots import Slots, rounded_up
+from lowtide.strategies.nested_rows import Rows, empty_rows, slower_by_rows
+from lowtide.strategies.nested_stairs import Stairs, empty_stairs, slower_by_stairs, stairs_of
+from lowtide.strategies.slots import Slots
 
 __all__ = ["Least", "Table", "least_memory"]
 
-# Rows of 500 float64 take 4 kB: those that 8 splits of a tile of 8 x 8 read fill half a megabyte, a second-level cache.
-_TILE = 8
 
-# A table may take so much; a chain of 1000 stages with 500 slots takes 4 GiB. Longer ones are given fewer slots.
-_LARGEST_BYTES = 6 * 2**30
+class _Known(NamedTuple):
+    """What is known of every s..t, as stairs or as rows; compiled code takes both, the one that is not used empty."""
 
-
-class _Tile(NamedTuple):
-    """The rows (s, t) of s_first <= s < s_end, t_first <= t < t_end while they are filled."""
-
-    s_first: int
-    s_end: int
-    t_first: int
-    t_end: int
-    bounds: Seconds
-    """The first and so the highest value of each block of row (s, t), at (s - s_first, t - t_first)."""
-    begins: NDArray[np.int32]
-    """With fewer slots the forwards of s..t before a split at p do not fit, at (s - s_first, t - t_first, p)."""
-    work: Seconds
-    """Room for one row."""
-
-
-def _make_tile(num_stages: int, num_blocks: int, s_first: int, t_first: int) -> _Tile:
-    return _Tile(
-        s_first,
-        min(s_first + _TILE, num_stages + 1),
-        t_first,
-        min(t_first + _TILE, num_stages + 1),
-        np.empty((_TILE, _TILE, num_blocks)),
-        np.empty((_TILE, _TILE, num_stages + 2), np.int32),
-        np.empty((num_blocks + 1) * BLOCK),
-    )
+    is_exact: bool
+    stairs: Stairs
+    least: Least
+    rows: Rows
+    unit_bytes: int
 
 
 @kernel
-def _fill_tile(costs: Costs, least: Least, rows: Rows, later: Rows, unit_bytes: int, tile: _Tile) -> None:
-    """Fill one tile; every shorter s..t is there."""
-    for s in range(tile.s_first, tile.s_end):
-        for t in range(max(s, tile.t_first), tile.t_end):
-            row, seconds = opened(rows, s, t), least.slower[s, t]
-            for i in range(row.shape[0]):
-                row[i] = seconds
-            for block in range(tile.bounds.shape[2]):
-                tile.bounds[s - tile.s_first, t - tile.t_first, block] = seconds
-            _set_begins(costs, rows, tile, unit_bytes, s, t)
-    for p in range(tile.s_end, tile.t_first + 1, _TILE):
-        p_end = min(p + _TILE, tile.t_first + 1)
-        _try_splits(costs, rows, later, tile, (tile.s_first, tile.s_end), (tile.t_first, tile.t_end), (p, p_end))
-    for s in range(tile.s_end - 1, tile.s_first - 1, -1):
-        for t in range(max(s, tile.t_first), tile.t_end):
-            _finish_row(costs, least, rows, later, tile, unit_bytes, s, t)
+def _slower(known: _Known, s: int, t: int, available_bytes: int) -> float:
+    """What s..t takes above its fastest schedule with this many bytes, as far as is known."""
+    if available_bytes >= known.least.ample_bytes[s, t]:
+        return 0.0
+    if known.is_exact:
+        return slower_by_stairs(known.stairs, s, t, available_bytes)
+    return slower_by_rows(known.least, known.rows, known.unit_bytes, s, t, available_bytes)
 
 
 @kernel
-def _finish_row(
-    costs: Costs, least: Least, rows: Rows, later: Rows, tile: _Tile, unit_bytes: int, s: int, t: int
-) -> None:
-    """Try on row (s, t) what refers to its own tile, then make its counterpart in `later`."""
-    first = rows.origin[s, t]
-    row = rows.values[first + rows.lowest[s, t] : first + rows.highest[s, t]]
-    if s == t or costs.saves_ahead:
-        _try_all(costs, least, rows, row, tile.work, unit_bytes, s, t)
-    made_falling(row)
-    for block in range(rows.lowest[s, t] // BLOCK, rounded_up(rows.highest[s, t], BLOCK)):
-        first_slot = max(block * BLOCK, rows.lowest[s, t])
-        tile.bounds[s - tile.s_first, t - tile.t_first, block] = rows.values[first + first_slot]
-    _try_splits(costs, rows, later, tile, (s, s + 1), (t, t + 1), (s + 1, min(tile.s_end, t + 1)))
-    _try_splits(costs, rows, later, tile, (s, s + 1), (t, t + 1), (max(tile.s_end, tile.t_first + 1), t + 1))
-    made_falling(row)
-    closed(rows, s, t)
-    if s > 1:
-        held = costs.activation[s - 1]
-        shifted(least, rows, unit_bytes, s, t, held, later.lowest[t, s], opened(later, t, s))
-        closed(later, t, s)
-
-
-@kernel
-def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, t: int) -> None:
-    """With how many slots the forwards before each split of s..t fit."""
-    activation, forward_extra, beside = costs.activation, costs.forward_extra, costs.beside[t]
-    begins, i, j = tile.begins, s - tile.s_first, t - tile.t_first
-    begin, high = rows.lowest[s, t], rows.highest[s, t]
-    highest_peak = 0
-    for p in range(s + 1, t + 1):
-        peak = activation[p - 1] + forward_extra[p - 1] + (activation[p - 2] if p > s + 1 else 0)
-        if peak > highest_peak:
-            highest_peak = peak
-            begin = max(begin, min(high, rounded_up(beside + peak, unit_bytes)))
-        begins[i, j, p] = begin
-
-
-@kernel
-def _try_all(
-    costs: Costs, least: Least, rows: Rows, row: Seconds, work: Seconds, unit_bytes: int, s: int, t: int
-) -> None:
-    """Lower a row to what starting with `all` costs, over the ways of stage s."""
-    low, high = rows.lowest[s, t], rows.highest[s, t]
-    for way in range(costs.first_way[s], costs.first_way[s + 1]):
-        begin = max(low, rounded_up(own_peak(costs, way, t), unit_bytes))
-        flat = begin
-        if s < t:
-            saved = costs.way_saved[way]
-            begin = max(begin, rounded_up(least.least_bytes[s + 1, t] + saved, unit_bytes))
-            flat = max(begin, rounded_up(least.ample_bytes[s + 1, t] + saved, unit_bytes))
-            end = min(flat, high)
-            if begin < end:
-                shifted(least, rows, unit_bytes, s + 1, t, saved, begin, work[: end - begin])
-                lower(row[begin - low : end - low], work[: end - begin], costs.way_slower[way])
-        if flat < high:
-            row[flat - low] = min(row[flat - low], costs.way_slower[way])
-
-
-@fast_kernel
-def _try_splits(
-    costs: Costs,
-    rows: Rows,
-    later: Rows,
-    tile: _Tile,
-    s_range: tuple[int, int],
-    t_range: tuple[int, int],
-    p_range: tuple[int, int],
-) -> None:
-    """Lower rows (s, t) to what splits at p cost, row (p, t) of `later` plus row (s, p - 1): s, t and p in ranges."""
-    # Records are taken apart here, once: each time it is done counts references, which the loops below cannot afford.
-    split_until, forward_until = costs.split_until, costs.forward_until
-    lowest, highest, origin, values, floors = rows
-    later_lowest, later_highest, later_origin, later_values, later_floors = later
-    s_first, _, t_first, _, bounds, begins, _ = tile
-    for s in range(s_range[0], s_range[1]):
-        for t in range(t_range[0], t_range[1]):
-            i, j = s - s_first, t - t_first
-            low, high, own = lowest[s, t], highest[s, t], origin[s, t]
-            end_block = rounded_up(high, BLOCK)
-            for p in range(p_range[0], p_range[1]):
-                seconds = split_until[p] - forward_until[s - 1]
-                begin = max(begins[i, j, p], later_lowest[t, p], lowest[s, p - 1])
-                if begin >= high:
-                    continue
-                if bounds[i, j, low // BLOCK] <= seconds:
-                    break  # and so for every later p: none is cheaper than what its forwards cost
-                one, other = later_origin[t, p], origin[s, p - 1]
-                block = begin // BLOCK
-                if begin == begins[i, j, p] and begin > low and begin % BLOCK:
-                    # The other slots of this block have values, but are not to be lowered.
-                    for m in range(begin, min((block + 1) * BLOCK, high)):
-                        value = seconds + (later_values[one + m] if m < later_highest[t, p] else 0.0)
-                        value += values[other + m] if m < highest[s, p - 1] else 0.0
-                        values[own + m] = min(values[own + m], value)
-                    block += 1
-                while block < end_block:
-                    if bounds[i, j, block] <= later_floors[t, p, block] + floors[s, p - 1, block] + seconds:
-                        block += 1
-                        continue
-                    end = block + 1
-                    while end < end_block and (
-                        bounds[i, j, end] > later_floors[t, p, end] + floors[s, p - 1, end] + seconds
-                    ):
-                        end += 1
-                    m = block * BLOCK
-                    one_end = max(m, min(rounded_up(later_highest[t, p], BLOCK), end) * BLOCK)
-                    other_end = max(m, min(rounded_up(highest[s, p - 1], BLOCK), end) * BLOCK)
-                    both_end = min(one_end, other_end)
-                    _lower_to_sum(values, own + m, later_values, one + m, other + m, both_end - m, seconds)
-                    _lower_to(values, own + both_end, later_values, one + both_end, one_end - both_end, seconds)
-                    _lower_to(values, own + both_end, values, other + both_end, other_end - both_end, seconds)
-                    flat = max(one_end, other_end)
-                    if flat < end * BLOCK:
-                        values[own + max(flat, low)] = min(values[own + max(flat, low)], seconds)
-                    for lowered in range(block, end):
-                        bounds[i, j, lowered] = values[own + max(lowered * BLOCK, low)]
-                    block = end + 1
-
-
-@fast_kernel
-def _lower_to_sum(values: Seconds, own: int, others: Seconds, one: int, other: int, count: int, seconds: float) -> None:
-    """Lower `count` values from `own` on to those from `one` on in `others` plus those from `other` on in `values`."""
-    x, y, z = np.uint64(own), np.uint64(one), np.uint64(other)  # without a sign there is no counting from the end
-    for i in range(np.uint64(max(count, 0))):
-        value = others[y + i] + values[z + i] + seconds
-        values[x + i] = value if value < values[x + i] else values[x + i]
-
-
-@fast_kernel
-def _lower_to(values: Seconds, own: int, others: Seconds, one: int, count: int, seconds: float) -> None:
-    """Lower `count` values from `own` on to those from `one` on in `others`."""
-    x, y = np.uint64(own), np.uint64(one)
-    for i in range(np.uint64(max(count, 0))):
-        value = others[y + i] + seconds
-        values[x + i] = value if value < values[x + i] else values[x + i]
-
-
-@kernel
-def _decide(costs: Costs, least: Least, rows: Rows, unit_bytes: int, s: int, t: int, available_bytes: int) -> int:
+def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -> int:
     """The best way for `all`, or minus the best split of s..t, with this many bytes; they must suffice."""
     best, decision = np.inf, 0
     if s == t or costs.saves_ahead:
@@ -246,7 +55,7 @@ def _decide(costs: Costs, least: Least, rows: Rows, unit_bytes: int, s: int, t: 
             if own_peak(costs, way, t) <= available_bytes:
                 seconds = costs.way_slower[way]
                 if s < t:
-                    seconds += slower(least, rows, unit_bytes, s + 1, t, available_bytes - costs.way_saved[way])
+                    seconds += _slower(known, s + 1, t, available_bytes - costs.way_saved[way])
                 if seconds < best:
                     best, decision = seconds, way
     peak = 0
@@ -255,17 +64,15 @@ def _decide(costs: Costs, least: Least, rows: Rows, unit_bytes: int, s: int, t: 
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
         if costs.beside[t] + peak > available_bytes or seconds >= best:
             break
-        seconds += slower(least, rows, unit_bytes, p, t, available_bytes - costs.activation[p - 1])
-        seconds += slower(least, rows, unit_bytes, s, p - 1, available_bytes)
+        seconds += _slower(known, p, t, available_bytes - costs.activation[p - 1])
+        seconds += _slower(known, s, p - 1, available_bytes)
         if seconds < best:
             best, decision = seconds, -p
     return decision
 
 
 @kernel
-def _read_off(
-    costs: Costs, least: Least, rows: Rows, unit_bytes: int, decisions: Indices, pending: Indices
-) -> tuple[int, float]:
+def _read_off(costs: Costs, known: _Known, decisions: Indices, pending: Indices) -> tuple[int, float]:
     """Note the decisions in the order in which they run; return their number and the time above the fastest schedule.
 
     `pending` has room for n sub-schedules (s, t, available bytes) that are still to be decided; the first is there.
@@ -274,7 +81,7 @@ def _read_off(
     while num_pending:
         num_pending -= 1
         s, t, available = pending[num_pending, 0], pending[num_pending, 1], pending[num_pending, 2]
-        decision = _decide(costs, least, rows, unit_bytes, s, t, available)
+        decision = _decide(costs, known, s, t, available)
         decisions[num_decisions] = decision
         num_decisions += 1
         if decision < 0:
@@ -297,34 +104,56 @@ def _put(pending: Indices, num_pending: int, s: int, t: int, available_bytes: in
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The least time of every s..t for every number of slots up to a budget; made by `Table.of`."""
+    """The least time of every s..t for every budget up to one; made by `Table.of`.
+
+    Attributes:
+        costs: the chain.
+        least: its least memory.
+        slots: how the budget is cut; None where the times are exact.
+    """
 
     costs: Costs
     least: Least
-    slots: Slots
-    rows: Rows
+    slots: Slots | None
+    _known: _Known
 
     @classmethod
-    def of(cls, costs: Costs, least: Least, available_bytes: int, most_slots: int) -> Table:
-        """The table for every budget up to `available_bytes`, cut into at most `most_slots` slots."""
+    def of(cls, costs: Costs, least: Least, available_bytes: int, most_slots: int, *, try_exact: bool = True) -> Table:
+        """The table for every budget up to `available_bytes`.
+
+        Args:
+            costs: the chain.
+            least: its least memory, from `least_memory(costs)`.
+            available_bytes: what there is for the stages 1..n (see `nested`), at least `least_bytes[1, n]`.
+            most_slots: into how many slots they are cut, at most, where exact times cost too much.
+            try_exact: whether exact times may be tried.
+        """
         n = costs.num_stages
-        ample = int(least.ample_bytes[1, n])
-        slots = Slots.for_budget(min(available_bytes, ample), most_slots)
-        if available_bytes >= ample:
-            return cls(costs, least, slots, empty_rows(n))
-        rows = make_rows(costs, least, slots.unit_bytes, slots.num_slots, with_input=False)
-        later = make_rows(costs, least, slots.unit_bytes, slots.num_slots, with_input=True)
-        # Of the floors only the half is touched that belongs to s <= t.
-        if most_slots > BLOCK and sum(r.values.nbytes + r.floors.nbytes // 2 for r in (rows, later)) > _LARGEST_BYTES:
-            return cls.of(costs, least, available_bytes, most_slots // 2)
-        firsts, num_blocks = range(1, n + 1, _TILE), rows.floors.shape[2]
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, len(firsts))) as pool:
-            for distance in range(len(firsts)):
-                tiles = [_make_tile(n, num_blocks, *c) for c in zip(firsts, firsts[distance:], strict=False)]
-                jobs = [pool.submit(_fill_tile, costs, least, rows, later, slots.unit_bytes, tile) for tile in tiles]
-                for job in jobs:
-                    job.result()
-        return cls(costs, least, slots, rows)
+        no_rows, no_stairs = empty_rows(n), empty_stairs(n)
+        if available_bytes >= int(least.ample_bytes[1, n]):
+            return cls(costs, least, None, _Known(True, no_stairs, least, no_rows, 1))
+        stairs = stairs_of(costs, available_bytes) if try_exact else None
+        if stairs is not None:
+            return cls(costs, least, None, _Known(True, stairs, least, no_rows, 1))
+        slots = Slots.for_budget(available_bytes, most_slots)
+        rows = fill_rows(costs, least, slots)
+        while rows is None:
+            slots = Slots.for_budget(available_bytes, max(1, slots.num_slots // 2))
+            rows = fill_rows(costs, least, slots)
+        return cls(costs, least, slots, _Known(False, no_stairs, least, rows, slots.unit_bytes))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its schedules are optimal for budgets of whole bytes."""
+        return self.slots is None or self.slots.unit_bytes == 1
+
+    @property
+    def steps(self) -> Bytes | None:
+        """The available bytes at which the time of 1..n falls, up to the budget; None where they are not known."""
+        if not self._known.is_exact:
+            return None
+        stairs, n = self._known.stairs, self.costs.num_stages
+        return stairs.from_bytes[stairs.first[1, n] : stairs.end[1, n]]
 
     def decisions(self, available_bytes: int, stages: tuple[int, int] | None = None) -> tuple[Indices, float]:
         """The schedule of the stages s..t (None: of all) for a budget.
@@ -339,5 +168,5 @@ class Table:
         n = self.costs.num_stages
         decisions, pending = np.empty(2 * n, np.int64), np.empty((n + 1, 3), np.int64)
         pending[0] = (*(stages or (1, n)), available_bytes)
-        count, seconds = _read_off(self.costs, self.least, self.rows, self.slots.unit_bytes, decisions, pending)
+        count, seconds = _read_off(self.costs, self._known, decisions, pending)
         return decisions[:count], seconds

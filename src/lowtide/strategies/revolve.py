@@ -8,6 +8,7 @@ from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import Costs, costs_of
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class Revolve:
         slots: how finely memory is cut; see `Rotor`.
     """
 
-    slots: int | None = None
+    slots: int = DEFAULT_NUM_SLOTS
 
     def plan(self, problem: Problem) -> Answer:
         """The fastest schedule of this kind within the budget.
