@@ -112,7 +112,7 @@ def frontier(
     """
     from lowtide.strategies.nested import costs_of
     from lowtide.strategies.nested_table import Table, least_memory
-    from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
+    from lowtide.strategies.slots import default_num_slots
 
     if num_points < 2:
         raise StrategyError(f"num_points is {num_points!r}, expected a whole number from 2 up")
@@ -127,7 +127,7 @@ def frontier(
         raise _infeasible(chain, largest, minimum)
     # With ample memory everything is saved, and no table is needed; one for a byte less knows all below.
     available = max(minimum, min(largest, ample - 1)) - outside
-    table = Table.of(costs, least, available, slots or DEFAULT_NUM_SLOTS)
+    table = Table.of(costs, least, available, slots or default_num_slots(chain.num_stages))
     budgets = _budgets(table, minimum - outside, min(largest, ample) - outside, num_points)
     points = [_point(chain, table, outside + budget) for budget in budgets]
     return Frontier(chain, largest, _falling(points), table)

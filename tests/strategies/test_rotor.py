@@ -170,7 +170,7 @@ def test_many_slots_are_hardly_faster_than_the_default() -> None:
         budget = int(share * plain.peak_bytes)
         default = solve(chain, memory_budget=budget, strategy="rotor")
         fine = solve(chain, memory_budget=budget, strategy="rotor", slots=4000)
-        assert default.details["slots"] in (499, 500)
+        assert default.details["slots"] <= 1000
         assert default.seconds <= 1.003 * fine.seconds
 
 

@@ -6,9 +6,10 @@ from lowtide.schedule import Schedule
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import Costs, operations_of, outside_bytes
 from lowtide.strategies.nested_table import Table, least_memory
+from lowtide.strategies.slots import default_num_slots
 
 
-def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int) -> Answer:
+def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int | None) -> Answer:
     """The fastest schedule within the budget.
 
     Raises:
@@ -20,7 +21,7 @@ def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int) 
     if problem.memory_budget < minimum:
         raise problem.infeasible(strategy, minimum)
     available = problem.memory_budget - outside
-    table = Table.of(costs, least, available, most_slots)
+    table = Table.of(costs, least, available, most_slots or default_num_slots(costs.num_stages))
     decisions, slower = table.decisions(available)
     return Answer(
         Schedule(strategy, operations_of(costs, decisions)),

@@ -8,7 +8,6 @@ from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import Costs, costs_of
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Revolve:
         slots: how finely memory is cut; see `Rotor`.
     """
 
-    slots: int = DEFAULT_NUM_SLOTS
+    slots: int | None = None
 
     def plan(self, problem: Problem) -> Answer:
         """The fastest schedule of this kind within the budget.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested import costs_of
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.slots import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +17,9 @@ class Rotor:
     chains: how to train deep neural networks with limited memory", 2019, §4.
 
     Args:
-        slots: how finely memory is cut for a long chain. Up to about a hundred stages, and where the bytes to share out
-            are no more than the slots, the answer is optimal; else it is found by interpolating between slots.
+        slots: how finely memory is cut for a long chain; None: 500, or more where that takes no time. Up to about a
+            hundred stages, and where the bytes to share out are no more than the slots, the answer is optimal; else it
+            is found by interpolating between slots.
 
     Example:
         >>> from lowtide import Chain, Stage, solve
@@ -28,7 +28,7 @@ class Rotor:
         10.0
     """
 
-    slots: int = DEFAULT_NUM_SLOTS
+    slots: int | None = None
 
     def plan(self, problem: Problem) -> Answer:
         """The fastest nested persistent schedule within the budget.

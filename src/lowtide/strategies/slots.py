@@ -17,6 +17,20 @@ from numba.extending import register_jitable
 # What the paper uses for all its experiments (rotor §5.2).
 DEFAULT_NUM_SLOTS = 500
 
+# A chain so short that more slots take no time is given more, up to so many; beyond them nothing is gained.
+_MOST_DEFAULT_SLOTS = 4000
+_EFFORTLESS_STEPS = 2**28  # steps of the dynamic program over nested schedules, about a tenth of a second
+
+
+def default_num_slots(num_stages: int) -> int:
+    """The slots to use for a chain where nobody says: 500, and more for a short one.
+
+    >>> default_num_slots(1000), default_num_slots(100), default_num_slots(10)
+    (500, 1610, 4000)
+    """
+    effortless = 6 * _EFFORTLESS_STEPS // num_stages**3
+    return max(DEFAULT_NUM_SLOTS, min(effortless, _MOST_DEFAULT_SLOTS))
+
 
 @register_jitable
 def rounded_up(num_bytes: int, unit_bytes: int) -> int:

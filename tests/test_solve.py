@@ -1,0 +1,133 @@
+"""`lowtide.solve`: settings, refusals, and `auto`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.chains import long_chain, random_chain, random_chains
+
+from lowtide import (
+    Chain,
+    InfeasibleBudgetError,
+    LowtideError,
+    Schedule,
+    Stage,
+    StrategyError,
+    UnitError,
+    simulate,
+    solve,
+)
+from lowtide.solve import applicable
+from lowtide.strategies import store_all
+from lowtide.strategies.base import Answer, Problem
+
+CHAIN = Chain("three", tuple(Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in (1, 2, 3)))
+
+
+def each_alone(chain: Chain, budget: int, bandwidth: int | None) -> dict[str, float]:
+    """The time of every strategy that `auto` could have chosen and that fits."""
+    seconds = {}
+    for entry in applicable(chain, bandwidth or 0):
+        try:
+            seconds[entry.name] = solve(chain, memory_budget=budget, strategy=entry.name, bandwidth=bandwidth).seconds
+        except InfeasibleBudgetError:
+            continue
+    return seconds
+
+
+@pytest.mark.parametrize("bandwidth", [None, 3], ids=["alone", "with a link"])
+@pytest.mark.parametrize(
+    "chain", [*random_chains(14, 4), random_chain(3, 7, features=("variants", "weight gradients"))]
+)
+def test_auto_never_loses_to_a_strategy_that_it_could_have_chosen(chain: Chain, bandwidth: int | None) -> None:
+    top = solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes
+    for share in (1.1, 0.9, 0.7, 0.5):
+        budget = int(share * top)
+        alone = each_alone(chain, budget, bandwidth)
+        if not alone:
+            with pytest.raises(InfeasibleBudgetError):
+                solve(chain, memory_budget=budget, bandwidth=bandwidth)
+            continue
+        chosen = solve(chain, memory_budget=budget, bandwidth=bandwidth)
+        assert chosen.seconds <= min(alone.values()) * (1 + 1e-12)
+        assert chosen.peak_bytes <= budget
+
+
+def test_auto_works_from_the_least_of_all_budgets_on() -> None:
+    for chain in random_chains(10, 4):
+        if solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes == 0:
+            continue  # with nothing to store no budget is too small
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            solve(chain, memory_budget=0)
+        least = refused.value.minimum_bytes
+        assert solve(chain, memory_budget=least).peak_bytes == least
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            solve(chain, memory_budget=least - 1)
+        assert refused.value.minimum_bytes == least
+
+
+def test_auto_lists_what_it_tried() -> None:
+    solution = solve(CHAIN, memory_budget=100)
+    tried = {candidate.strategy: candidate for candidate in solution.candidates}
+    assert tried["store-all"].seconds is None
+    assert tried["store-all"].minimum_bytes == 140
+    assert tried["rotor"].seconds == solution.seconds == min(c.seconds for c in tried.values() if c.seconds is not None)
+    assert solution.strategy in tried
+    told: list[tuple[str, float]] = []
+    solve(CHAIN, memory_budget=100, progress=lambda name, share: told.append((name, share)))
+    assert [name for name, _ in told][: len(tried)] == list(tried)
+    assert all(0 <= share <= 1 for _, share in told)
+
+
+def test_auto_stops_where_nothing_can_be_faster() -> None:
+    assert [candidate.strategy for candidate in solve(CHAIN, memory_budget="1MB").candidates] == ["store-all"]
+
+
+def test_the_solution_says_what_the_simulator_says() -> None:
+    solution = solve(CHAIN, memory_budget="100B", strategy="rotor")
+    trace = simulate(CHAIN, solution.schedule)
+    assert (solution.seconds, solution.peak_bytes, solution.idle_seconds) == (trace.seconds, trace.peak_bytes, 0.0)
+    assert dataclasses.astuple(solution.schedule.predicted) == (trace.seconds, trace.peak_bytes, 0.0)
+    assert solution.memory_budget == 100
+    assert solution.strategy == "rotor"
+    assert solution.solve_seconds > 0
+    assert solution.candidates == ()
+    assert solve(CHAIN.to_dict(), memory_budget=100, strategy="rotor").schedule == solution.schedule
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"memory_budget": 100, "strategy": "rotr"}, StrategyError, "did you mean 'rotor'"),
+        ({"memory_budget": 100, "slots": 0}, StrategyError, "slots is 0"),
+        ({"memory_budget": 100, "slots": 2.5}, StrategyError, "slots is 2.5"),
+        ({"memory_budget": 100, "segments": True, "strategy": "segments"}, StrategyError, "segments is True"),
+        ({"memory_budget": 100, "segments": 2, "strategy": "chen"}, StrategyError, "no setting 'segments'"),
+        ({"memory_budget": 1.5e9}, UnitError, "1500000000.0"),
+        ({"memory_budget": "8 gibibytes"}, UnitError, "8 gibibytes"),
+        ({"memory_budget": 100, "bandwidth": "fast"}, UnitError, "fast"),
+        ({"memory_budget": 10, "strategy": "rotor"}, InfeasibleBudgetError, "70 bytes"),
+        ({"memory_budget": 10}, InfeasibleBudgetError, "70 bytes"),
+    ],
+)
+def test_what_cannot_be_solved_is_refused_in_one_line(settings: dict, error: type[LowtideError], says: str) -> None:
+    with pytest.raises(error, match=says) as refused:
+        solve(CHAIN, **settings)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_answer_above_the_budget_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(self: store_all.StoreAll, problem: Problem) -> Answer:
+        return Answer(Schedule("store-all", solve(CHAIN, memory_budget="1MB", strategy="rotor").schedule.operations))
+
+    monkeypatch.setattr(store_all.StoreAll, "plan", too_large)
+    with pytest.raises(AssertionError, match="a defect of lowtide"):
+        solve(CHAIN, memory_budget=100, strategy="store-all")
+
+
+def test_rising_budgets_never_slow_a_long_chain_down() -> None:
+    chain = long_chain(60)
+    plain = solve(chain, memory_budget=2**60, strategy="store-all").peak_bytes
+    seconds = [solve(chain, memory_budget=plain * part // 16).seconds for part in range(4, 18)]
+    assert seconds == sorted(seconds, reverse=True)
