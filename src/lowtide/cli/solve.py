@@ -145,7 +145,7 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
     ]
     if trace.copies:
         pairs.append(("moved", moved(trace)))
-    if solution.lower_bound_seconds:
+    if solution.lower_bound_seconds and solution.seconds > solution.lower_bound_seconds * (1 + 1e-9):
         above = solution.seconds / solution.lower_bound_seconds - 1
         pairs.append(
             ("at best", f"{format_seconds(solution.lower_bound_seconds)} for such moves; this is {above:.1%} more")
