@@ -10,8 +10,8 @@ again is taken away; what is left is divided by the number of stages that ran ag
 from __future__ import annotations
 
 import argparse
+import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Bottleneck(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
         y = x
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
             y = torch.relu(norm(convolution(y)))
@@ -49,6 +50,7 @@ class Blocks(nn.Module):
         self.blocks = nn.Sequential(*(Bottleneck(width) for _ in range(num_blocks)))
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Any loss."""
         loss: torch.Tensor = self.blocks(pictures).square().mean()
         return loss
 
@@ -78,36 +80,43 @@ def step_seconds(model: nn.Module, batch: dict[str, Any]) -> tuple[float, float]
     return middle - begin, end - middle
 
 
-def best(measured: Callable[[], tuple[float, float]], repeats: int) -> tuple[float, float]:
-    """The least time of forward and of backward over many steps: what others on the machine add goes away."""
-    times = [measured() for _ in range(NUM_WARM + repeats)][NUM_WARM:]
-    return min(forward for forward, _ in times), min(backward for _, backward in times)
-
-
 def bench(name: str, repeats: int) -> None:
     """Print the lines of one network."""
     torch.manual_seed(0)
     model, batch = NETWORKS[name]()
     split = capture(model, batch)
     chain = measure_split(model, split, batch)
-    plain = best(lambda: step_seconds(model, batch), repeats)
-    print(f"\n{name}, {chain.num_stages} stages: milliseconds of forward, of backward, beside plain")
-    print(f"{'plain':<12} {plain[0] * 1e3:8.2f} {plain[1] * 1e3:8.2f}")
+    models, solutions, plans = {"plain": model}, {}, {}
     for strategy, options in (("store-all", {}), ("segments", {"segments": NUM_SEGMENTS})):
-        solution = lowtide.solve(chain, memory_budget="1TiB", strategy=strategy, **options)
-        with lowtide.attach(model, solution, split=split) as plan:
-            forward, backward = best(lambda: step_seconds(model, batch), repeats)
-            num_again = plan.stats().recomputed_per_step
-        share = num_again / chain.num_stages
-        extra_forward, extra_backward = forward - plain[0], backward - plain[1] - share * plain[0]
-        ratio = (forward + backward) / (plain[0] * (1 + share) + plain[1])
-        line = f"{strategy:<12} {forward * 1e3:8.2f} {backward * 1e3:8.2f}   {ratio:.3f} x plain with its repeats"
-        if num_again:
-            line += (
-                f"; per repeated stage ({num_again:.0f}) {extra_forward / num_again * 1e6:.0f} us in forward, "
-                f"{extra_backward / num_again * 1e6:.0f} us in backward"
-            )
-        print(line, flush=True)
+        models[strategy] = copy.deepcopy(model)
+        solutions[strategy] = lowtide.solve(chain, memory_budget="1TiB", strategy=strategy, **options)
+        plans[strategy] = lowtide.attach(models[strategy], solutions[strategy], split=split)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in models}
+    for _ in range(NUM_WARM + repeats):  # in turn: what others do on the machine meets all ways alike
+        for way, one in models.items():
+            times[way].append(step_seconds(one, batch))
+    least = {way: [min(column) for column in zip(*found[NUM_WARM:], strict=True)] for way, found in times.items()}
+    forward, backward = least["plain"]
+    print(f"\n{name}, {chain.num_stages} stages: milliseconds of forward and of backward")
+    print(f"{'plain':<10} {forward * 1e3:7.2f} {backward * 1e3:7.2f}")
+    for way, solution in solutions.items():
+        again = repeated_share(chain, solution) * forward
+        extra_forward, extra_backward = least[way][0] - forward, least[way][1] - backward - again
+        num = plans[way].stats().recomputed_per_step or chain.num_stages
+        what = "repeated stage" if again else "stage"
+        print(
+            f"{way:<10} {least[way][0] * 1e3:7.2f} {least[way][1] * 1e3:7.2f}  "
+            f"{sum(least[way]) / (forward + backward + again):.3f} x plain with the repeats; per {what} ({num:.0f}) "
+            f"{extra_forward / num * 1e6:.0f} us in forward, {extra_backward / num * 1e6:.0f} us in backward",
+            flush=True,
+        )
+
+
+def repeated_share(chain: lowtide.Chain, solution: lowtide.Solution) -> float:
+    """The time of the forwards that run again, as a share of one forward of everything."""
+    forwards = [op.stage for op in solution.schedule.operations if isinstance(op, lowtide.Forward)]
+    seconds = [chain.stages[k - 1].forward_seconds for k in forwards]
+    return sum(seconds) / sum(stage.forward_seconds for stage in chain.stages) - 1
 
 
 def main() -> None:
