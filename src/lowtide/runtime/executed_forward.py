@@ -95,9 +95,10 @@ class ExecutedForward(StagedForward):
             self.machine.buffers_of(k).after(snapshot)
         run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
         for tensor in outputs.values() if k < self.layout.num_stages else ():
-            if tensor.grad_fn is not None:
+            node = tensor.grad_fn  # each look makes a new object
+            if node is not None:
                 run.requires_grad = True
-                tensor.grad_fn.register_prehook(partial(self.step.reach, k))
+                node.register_prehook(partial(self.step.reach, k))
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None
 

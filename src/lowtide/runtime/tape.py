@@ -195,6 +195,8 @@ class Tape:
         """Find out when each slot can be let go; before the first run, since many tapes are finished twice."""
         self._is_ready = True
         self._outputs = [self._made[number] for number in self.outputs]
+        if len(self.calls) == 1:
+            return  # what it leaves is let go at once, with the table
         last: dict[int, int] = {}
         for index, entry in enumerate(self.calls):
             entry.dead = []
