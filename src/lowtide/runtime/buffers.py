@@ -8,7 +8,7 @@ BatchNorm are not even copied: in training its output does not depend on them, s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from lowtide.errors import ExecutionError
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
+_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 class _Place(NamedTuple):
@@ -32,18 +33,23 @@ class _Place(NamedTuple):
         return self.module._buffers.get(self.name)
 
     @property
-    def is_statistic(self) -> bool:
+    def may_be_statistic(self) -> bool:
         """Whether the module's output in training does not depend on this buffer."""
-        return self.module.training and type(self.module).forward in _BATCH_NORMS
+        return self.name in _STATISTICS and type(self.module).forward in _BATCH_NORMS
 
 
 class Snapshot:
-    """The buffers of a stage before its first run."""
+    """The buffers of a stage before its first run.
 
-    __slots__ = ("changed", "copies", "versions")
+    `statistics` are the places of BatchNorm modules in training; about the other places there are `versions`, by
+    place, and `copies`.
+    """
+
+    __slots__ = ("changed", "copies", "statistics", "versions")
 
     def __init__(self) -> None:
-        self.versions: list[int] = []
+        self.statistics: list[int] = []
+        self.versions: dict[int, int] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
 
@@ -60,79 +66,109 @@ class StageBuffers:
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, swap: bool) -> None:
         self._swap = swap
         self._places: list[_Place] = []
-        self._known: set[int] | None = None  # the ones that change; None: not seen yet
-        self._spare: dict[int, torch.Tensor] = {}
+        self._known: set[int] | None = None  # the ones that change, besides statistics; None: not seen yet
+        self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what stands in for it
         seen: set[tuple[int, str]] = set()
         for path, module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and (id(module), name) not in seen:
                     seen.add((id(module), name))
                     self._places.append(_Place(module, name, f"{path}.{name}" if path else name))
-
-    def before(self) -> Snapshot:
-        """Note the buffers before a first run."""
-        snapshot = Snapshot()
+        # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
+        self._norms: dict[nn.Module, list[int]] = {}
+        self._others: list[int] = []
         for index, place in enumerate(self._places):
-            tensor = place.tensor
-            snapshot.versions.append(0 if tensor is None else tensor._version)
-            if tensor is None or place.is_statistic:
-                continue
-            if self._known is None or index in self._known:
-                snapshot.copies[index] = tensor.detach().clone()
+            indices = self._norms.setdefault(place.module, []) if place.may_be_statistic else self._others
+            indices.append(index)
+
+    def before(self) -> Snapshot | None:
+        """Note the buffers before a first run; None where there are none."""
+        if not self._places:
+            return None
+        snapshot = Snapshot()
+        noted = self._others
+        for module, indices in self._norms.items():
+            if module.training:
+                snapshot.statistics += indices
+            else:
+                noted = [*noted, *indices]
+        for index in noted:
+            tensor = self._places[index].tensor
+            if tensor is not None:
+                snapshot.versions[index] = tensor._version
+                if self._known is None or index in self._known:
+                    snapshot.copies[index] = tensor.detach().clone()
         return snapshot
 
-    def after(self, snapshot: Snapshot) -> Snapshot | None:
-        """Look what the first run changed; returns what a repeated run needs, None where there are no buffers."""
-        for index, version in enumerate(snapshot.versions):
+    def after(self, snapshot: Snapshot | None) -> None:
+        """Look what the first run changed: the snapshot is then what a repeated run needs."""
+        if snapshot is None:
+            return
+        for index, version in snapshot.versions.items():
             if self._has_changed(index, version, snapshot.copies.get(index)):
                 snapshot.changed.append(index)
-        snapshot.copies = {index: copy for index, copy in snapshot.copies.items() if index in snapshot.changed}
+        if snapshot.copies:
+            snapshot.copies = {index: copy for index, copy in snapshot.copies.items() if index in snapshot.changed}
         self._known = {*(self._known or ()), *snapshot.changed}
-        return snapshot if snapshot.versions else None
 
     def _has_changed(self, index: int, version: int, copy: torch.Tensor | None) -> bool:
-        place = self._places[index]
-        tensor = place.tensor
+        tensor = self._places[index].tensor
         if tensor is None:
             return False
-        if place.is_statistic or tensor._version != version or (self._known is not None and index in self._known):
+        if tensor._version != version or (self._known is not None and index in self._known):
             return True
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
         return self._known is None and copy is not None and not torch.equal(copy, tensor)
 
-    @contextmanager
-    def protected(self, snapshot: Snapshot | None) -> Iterator[None]:
+    def protected(self, snapshot: Snapshot | None) -> AbstractContextManager[None]:
         """Run the block with the changed buffers as they were, and leave them as they are.
 
         Raises:
             ExecutionError: for a buffer that changed in this step and in none before: its old value is not known; and
                 for one that somebody else changed since.
         """
-        if snapshot is None:
-            yield
-            return
-        self._check_unchanged(snapshot)
-        with ExitStack() as stack:
-            for index in snapshot.changed:
-                place = self._places[index]
-                if place.is_statistic and self._swap:
-                    stack.enter_context(self._exchanged(index, place))
-                elif place.is_statistic or index in snapshot.copies:
-                    stack.enter_context(_restored(place, snapshot.copies.get(index)))
-                else:
+        return nullcontext() if snapshot is None else self._protected(snapshot)
+
+    @contextmanager
+    def _protected(self, snapshot: Snapshot) -> Iterator[None]:
+        self._check(snapshot)
+        restored: list[tuple[int, torch.Tensor | None]] = [
+            (index, snapshot.copies[index]) for index in snapshot.changed
+        ]
+        statistics = snapshot.statistics
+        if not self._swap:
+            restored += [(index, None) for index in statistics if self._places[index].tensor is not None]
+            statistics = []
+        exchanged = self._exchange(statistics)
+        try:
+            with ExitStack() as stack:
+                for index, earlier in restored:
+                    stack.enter_context(_restored(self._places[index], earlier))
+                yield
+        finally:
+            for buffers, name, tensor in exchanged:
+                buffers[name] = tensor
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Refuse what cannot be made as it was."""
+        for index, version in snapshot.versions.items():
+            place = self._places[index]
+            if index in snapshot.changed:
+                if index not in snapshot.copies:
                     raise ExecutionError(
                         f"buffer {place.path!r} was changed by this step's forward and by none before, so the stage "
                         "cannot be run again; run the step once more"
                     )
-            yield
-
-    def _check_unchanged(self, snapshot: Snapshot) -> None:
-        for index, (place, version) in enumerate(zip(self._places, snapshot.versions, strict=True)):
-            tensor = place.tensor
-            if tensor is not None and tensor._version != version and index not in snapshot.changed:
+            elif (tensor := place.tensor) is not None and tensor._version != version:
                 raise ExecutionError(
                     f"buffer {place.path!r} was changed in place between the forward of a stage that reads it and its "
                     "backward; change it after the backward pass"
+                )
+        for index in snapshot.statistics:
+            if not self._places[index].module.training:
+                raise ExecutionError(
+                    f"the module of buffer {self._places[index].path!r} was switched from train() to eval() between "
+                    "forward and backward; switch after the backward pass"
                 )
 
     def rewritten(self, snapshot: Snapshot | None) -> set[int]:
@@ -142,18 +178,21 @@ class StageBuffers:
         tensors = (self._places[index].tensor for index in snapshot.copies)
         return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
-    @contextmanager
-    def _exchanged(self, index: int, place: _Place) -> Iterator[None]:
-        tensor = place.tensor
-        assert tensor is not None
-        spare = self._spare.get(index)
-        if spare is None or spare.device != tensor.device or spare.shape != tensor.shape or spare.dtype != tensor.dtype:
-            spare = self._spare[index] = tensor.detach().clone()
-        place.module._buffers[place.name] = spare
-        try:
-            yield
-        finally:
-            place.module._buffers[place.name] = tensor
+    def _exchange(self, statistics: list[int]) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+        """Put others in the places of statistics; returns where each belongs."""
+        exchanged = []
+        for index in statistics:
+            place = self._places[index]
+            buffers = place.module._buffers
+            tensor = buffers.get(place.name)
+            if tensor is None:
+                continue
+            known = self._spare.get(index)
+            if known is None or known[0] is not tensor:
+                known = self._spare[index] = (tensor, tensor.detach().clone())
+            buffers[place.name] = known[1]
+            exchanged.append((buffers, place.name, tensor))
+        return exchanged
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class ExecutedForward(StagedForward):
         self.step = step
         self._hooks: saved_tensors_hooks | None = None
         self._sorter: Sorter | None = None
-        self._before: tuple[State, Snapshot] | None = None
+        self._before: tuple[State, Snapshot | None] | None = None
+        self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
@@ -72,7 +73,10 @@ class ExecutedForward(StagedForward):
         self._before = None
         if self.tape is not None:
             everything = machine.probes_all_generators(k)
-            self._before = (machine.generators.state(everything=everything), machine.buffers_of(k).before())
+            state = self._random
+            if state is None or everything:
+                state = machine.generators.state(everything=everything)
+            self._before = (state, machine.buffers_of(k).before())
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Hand over what the first run of stage k left."""
@@ -82,15 +86,19 @@ class ExecutedForward(StagedForward):
             run.fingerprints.finish()
         if self.tape is not None and self.tape.refusal is not None:
             raise ExecutionError(self.tape.refusal)
+        self._random = None
         if self._before is not None:
             state, snapshot = self._before
-            run.random = self.machine.drawn(k, state)
-            run.snapshot = self.machine.buffers_of(k).after(snapshot)
+            self._random = self.machine.generators.state(everything=False)
+            run.random = self.machine.drawn(k, state, self._random)
+            run.snapshot = snapshot
+            self.machine.buffers_of(k).after(snapshot)
         run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
         for tensor in outputs.values() if k < self.layout.num_stages else ():
-            if tensor.grad_fn is not None:
+            node = tensor.grad_fn  # each look makes a new object
+            if node is not None:
                 run.requires_grad = True
-                tensor.grad_fn.register_prehook(partial(self.step.reach, k))
+                node.register_prehook(partial(self.step.reach, k))
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None
 

@@ -8,8 +8,7 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -175,7 +174,8 @@ class Step:
         alone = self.values.pop(("a", k - 1), None)
         if alone is not None:
             alone.leave()
-        self._drop_host_copies()
+        if self.host:
+            self._drop_host_copies()
         self.runs[k].tape = None
 
     def release(self) -> None:
@@ -225,7 +225,8 @@ class Step:
             value = self.values.pop(key, None)
             if value is not None:
                 value.leave()
-        self._drop_host_copies()
+        if self.host:
+            self._drop_host_copies()
 
     def _drop_host_copies(self) -> None:
         """Give back the room of values that are not fetched any more."""
@@ -289,7 +290,7 @@ class Step:
         if rewritten:
             pack = _copying(pack, rewritten)
         with (
-            _marked_as_recomputing(),
+            _MarkedAsRecomputing(),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
             self._kernels.applied(),
@@ -327,10 +328,11 @@ def _copying(pack: Callable[[torch.Tensor], Any], addresses: set[int]) -> Callab
     return copying
 
 
-@contextmanager
-def _marked_as_recomputing() -> Iterator[None]:
-    _recomputing.depth += 1
-    try:
-        yield
-    finally:
+class _MarkedAsRecomputing:
+    """While inside, `is_recomputing` says so."""
+
+    def __enter__(self) -> None:
+        _recomputing.depth += 1
+
+    def __exit__(self, *_: object) -> None:
         _recomputing.depth -= 1

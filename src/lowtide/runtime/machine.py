@@ -125,13 +125,13 @@ class Machine:
         """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used."""
         return self._draws_others.get(k, True)
 
-    def drawn(self, k: int, before: State) -> State | None:
-        """The state from which stage k drew, None where it drew nothing."""
+    def drawn(self, k: int, before: State, now: State) -> State | None:
+        """The state from which stage k drew until now, None where it drew nothing."""
         if before.others is not None:
             self._draws_others[k] = self.generators.others_drawn_since(before)
             if not self._draws_others[k]:
                 before.others = None
-        return before if self.generators.drawn_since(before) else None
+        return before if self.generators.drawn_between(before, now) else None
 
     # Threads
 

@@ -45,7 +45,8 @@ class Placeholder:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Give it its tensor, without history: a graph that held itself would never be freed."""
-        self.tensor = tensor.detach()
+        # What autograd hands to hooks has none already.
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = version_of(tensor)
 
 
@@ -88,11 +89,11 @@ class Placeholders:
 
     def first_run(self, opener: Opener, sink: Sink | None) -> Callable[[torch.Tensor], Placeholder]:
         """The packing hook of the stage's first forward."""
-        made, stage = self._made, self.stage
+        made, stage, reference = self._made, self.stage, weakref.ref
 
         def pack(tensor: torch.Tensor) -> Placeholder:
             placeholder = Placeholder(opener, stage, tensor.shape, tensor.dtype)
-            made.append(weakref.ref(placeholder))
+            made.append(reference(placeholder))
             if sink is not None:
                 sink(len(made) - 1, placeholder, tensor)
             return placeholder
@@ -107,20 +108,21 @@ class Placeholders:
 class RepeatedRun:
     """Catches what a repeated forward saves, and compares it with the first."""
 
-    __slots__ = ("_num_saved", "_placeholders", "_sink")
+    __slots__ = ("_made", "_num_saved", "_placeholders", "_sink")
 
     def __init__(self, placeholders: Placeholders, sink: Sink) -> None:
         self._placeholders = placeholders
+        self._made = placeholders._made
         self._sink = sink
         self._num_saved = 0
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """The packing hook."""
         index = self._num_saved
-        self._num_saved += 1
-        if index >= len(self._placeholders):
+        self._num_saved = index + 1
+        if index >= len(self._made):
             return  # told in `finish`, with the number
-        placeholder = self._placeholders.alive(index)
+        placeholder = self._made[index]()
         if placeholder is not None and (placeholder.shape != tensor.shape or placeholder.dtype != tensor.dtype):
             raise ExecutionError(
                 f"stage {self._placeholders.name!r} saved tensor {index} with shape {list(placeholder.shape)} and "

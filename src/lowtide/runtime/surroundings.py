@@ -7,12 +7,13 @@ blocks have ended. Random numbers are in `lowtide.runtime.rng`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+_NO_AUTOCAST: tuple[torch.dtype | None, ...] = (None,) * len(_DEVICE_TYPES)
 
 
 class Surroundings(NamedTuple):
@@ -26,18 +27,20 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls) -> Surroundings:
         """As they are for this thread."""
-        autocast = tuple(
-            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            for device_type in _DEVICE_TYPES
-        )
+        autocast = _NO_AUTOCAST
+        if torch._C._is_any_autocast_enabled():
+            autocast = tuple(
+                torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+                for device_type in _DEVICE_TYPES
+            )
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
+    def applied(self) -> AbstractContextManager[None]:
+        """Run the block in these surroundings; they are seldom others than now."""
+        return nullcontext() if self == Surroundings.now() else self._applied()
+
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Run the block in these surroundings."""
-        if self == Surroundings.now():
-            yield
-            return
+    def _applied(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for device_type, dtype in zip(_DEVICE_TYPES, self.autocast, strict=True):
@@ -55,14 +58,16 @@ class Kernels(NamedTuple):
     @classmethod
     def now(cls) -> Kernels:
         """As they are for this process."""
-        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+        # What the properties of `torch.backends` read; asked once for each repeated stage, so without their detours.
+        get = torch._C
         attention = (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
+            get._get_flash_sdp_enabled(),
+            get._get_mem_efficient_sdp_enabled(),
+            get._get_math_sdp_enabled(),
+            get._get_cudnn_sdp_enabled(),
         )
-        return cls((cudnn.enabled, cudnn.benchmark, cudnn.deterministic), attention)
+        cudnn = (get._get_cudnn_enabled(), get._get_cudnn_benchmark(), get._get_cudnn_deterministic())
+        return cls(cudnn, attention)
 
     def apply(self) -> None:
         """Set them."""
@@ -74,13 +79,13 @@ class Kernels(NamedTuple):
         cuda.enable_math_sdp(math)
         cuda.enable_cudnn_sdp(from_cudnn)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Run the block with these switches."""
+    def applied(self) -> AbstractContextManager[None]:
+        """Run the block with these switches; they are seldom others than now."""
         before = Kernels.now()
-        if self == before:
-            yield
-            return
+        return nullcontext() if self == before else self._applied(before)
+
+    @contextmanager
+    def _applied(self, before: Kernels) -> Iterator[None]:
         self.apply()
         try:
             yield

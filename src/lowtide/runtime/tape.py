@@ -107,6 +107,7 @@ class Tape:
         self._made: dict[int, int] = {}
         self._num_slots = 0
         self._outputs: list[int] = []
+        self._is_ready = False  # whether it is known which call is the last to read each slot
         self._ledger: Ledger | None = ledger
         self._is_state = is_state
 
@@ -188,7 +189,14 @@ class Tape:
     def finish(self, outputs: Iterable[int]) -> None:
         """Say which of the stage's tensors, by number, a run is to return; may be called again."""
         self.outputs = tuple(outputs)
+        self._is_ready = False
+
+    def _get_ready(self) -> None:
+        """Find out when each slot can be let go; before the first run, since many tapes are finished twice."""
+        self._is_ready = True
         self._outputs = [self._made[number] for number in self.outputs]
+        if len(self.calls) == 1:
+            return  # what it leaves is let go at once, with the table
         last: dict[int, int] = {}
         for index, entry in enumerate(self.calls):
             entry.dead = []
@@ -222,6 +230,8 @@ class Tape:
         if self.refusal is not None:
             raise ExecutionError(self.refusal)
         self.check_held()
+        if not self._is_ready:
+            self._get_ready()
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
@@ -268,4 +278,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was written to in place, as autograd counts it."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
+        return 0
