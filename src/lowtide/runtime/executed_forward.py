@@ -16,7 +16,7 @@ from lowtide.runtime.executor import Step
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Sink, opened
+from lowtide.runtime.saved import Sink
 from lowtide.runtime.staged import StagedForward
 from lowtide.runtime.strict import Fingerprints, noting
 from lowtide.runtime.values import Activation, Sorter
@@ -69,7 +69,7 @@ class ExecutedForward(StagedForward):
             if machine.strict:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints)
-            self._hooks = saved_tensors_hooks(run.placeholders.first_run(step, sink), opened)
+            self._hooks = run.placeholders.first_run(step, sink)
         self._before = None
         if self.tape is not None:
             everything = machine.probes_all_generators(k)

@@ -21,8 +21,8 @@ from lowtide.runtime.buffers import Snapshot
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Placeholder, Placeholders, Sink, discard, never_opened
-from lowtide.runtime.strict import Fingerprints, noting
+from lowtide.runtime.saved import Pack, Placeholders, Sink, discard, never_opened
+from lowtide.runtime.strict import Fingerprints
 from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape
 from lowtide.runtime.values import Activation, Saved, Sorter
@@ -264,26 +264,23 @@ class Step:
         if operation.save != "all":
             outputs = self._run_again(k, inputs, discard)
         else:
-            outputs = self._run_for_backward(k, inputs, sorter if sorter is not None else _fill_placeholder)
+            outputs = self._run_for_backward(k, inputs, sorter)
         if sorter is not None:
             sorter.finish(inputs, self._fixed(tape))
         made = dict(zip(tape.outputs, outputs, strict=True))
         self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
         self.machine.counters.num_recomputed += 1
 
-    def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink) -> list[torch.Tensor]:
+    def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink | None) -> list[torch.Tensor]:
         run = self.runs[k]
-        again = None if run.fingerprints is None else Fingerprints()
-        catch = run.placeholders.repeated_run(sink if again is None else noting(sink, again))
-        outputs = self._run_again(k, inputs, catch)
-        catch.finish()
-        if again is not None:
-            assert run.fingerprints is not None
-            again.finish()
-            again.compare(run.fingerprints, self.machine.stage_name(k))
+        catch = run.placeholders.repeated_run(sink)
+        outputs = self._run_again(k, inputs, catch.pack)
+        tensors = catch.finish()
+        if run.fingerprints is not None:
+            Fingerprints.of(tensors).compare(run.fingerprints, self.machine.stage_name(k))
         return outputs
 
-    def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Any) -> list[torch.Tensor]:
+    def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
         run = self.runs[k]
         assert run.tape is not None
         rewritten = self.machine.buffers_of(k).rewritten(run.snapshot)
@@ -313,12 +310,7 @@ class Step:
         return held | self.machine.storages_of(tape.stage)
 
 
-def _fill_placeholder(index: int, placeholder: Placeholder | None, tensor: torch.Tensor) -> None:
-    if placeholder is not None:
-        placeholder.fill(tensor)
-
-
-def _copying(pack: Callable[[torch.Tensor], Any], addresses: set[int]) -> Callable[[torch.Tensor], Any]:
+def _copying(pack: Pack, addresses: set[int]) -> Pack:
     """A packing hook that saves a copy where the memory will be written to."""
 
     def copying(tensor: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.tape import version_of
@@ -31,54 +32,41 @@ class Opener(Protocol):
 
 
 class Placeholder:
-    """One saved tensor, there or not."""
+    """One saved tensor, there or not; made by packing hooks by the thousand, so it is as small as can be."""
 
-    __slots__ = ("__weakref__", "dtype", "opener", "shape", "stage", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, opener: Opener, stage: int, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.opener = opener
-        self.stage = stage
-        self.shape = shape
-        self.dtype = dtype
-        self.tensor: torch.Tensor | None = None
-        self.version = 0
+    tensor: torch.Tensor | None
+    version: int
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Give it its tensor, without history: a graph that held itself would never be freed."""
+    def fill(self, tensor: torch.Tensor, version: int) -> None:
+        """Give it its tensor, without history: a graph that held itself would never be freed.
+
+        Args:
+            tensor: the tensor.
+            version: how often its memory had been written to when it was saved.
+        """
         # What autograd hands to hooks has none already.
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.version = version_of(tensor)
+        self.version = version
 
 
-def opened(placeholder: Placeholder) -> torch.Tensor:
-    """The unpacking hook."""
-    tensor = placeholder.tensor
-    if tensor is None:
-        placeholder.opener.reach(placeholder.stage)
-        tensor = placeholder.tensor
-        if tensor is None:
-            raise ExecutionError(
-                f"backward asks for what stage {placeholder.stage} saved after it was let go; to go through a part of "
-                "the graph twice, call backward(retain_graph=True) the first time"
-            )
-    if version_of(tensor) != placeholder.version:
-        placeholder.opener.changed(placeholder.stage, tensor)
-    return tensor
-
-
-Sink = Callable[[int, Placeholder | None, torch.Tensor], None]
-"""What is done with the n-th tensor that a run saves, given its placeholder where that is still wanted."""
+Pack = Callable[[torch.Tensor], Any]
+Sink = Callable[[torch.Tensor], None]
+"""What is done with each tensor that a run saves, in order."""
 
 
 class Placeholders:
     """The placeholders of one stage in one step, in the order in which its tensors were saved; not kept alive."""
 
-    __slots__ = ("_made", "name", "stage")
+    __slots__ = ("_dtypes", "_made", "_shapes", "name", "stage")
 
     def __init__(self, stage: int, name: str) -> None:
         self.stage = stage
         self.name = name
         self._made: list[weakref.ref[Placeholder]] = []
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
 
     def __len__(self) -> int:
         return len(self._made)
@@ -87,57 +75,108 @@ class Placeholders:
         """The placeholder at a position, where autograd still wants it."""
         return self._made[index]()
 
-    def first_run(self, opener: Opener, sink: Sink | None) -> Callable[[torch.Tensor], Placeholder]:
-        """The packing hook of the stage's first forward."""
-        made, stage, reference = self._made, self.stage, weakref.ref
+    def first_run(self, opener: Opener, sink: Sink | None) -> saved_tensors_hooks:
+        """The hooks of the stage's first forward."""
+        # Bound once: these run for every tensor that is saved, between one kernel and the next.
+        note, note_shape, note_dtype = self._made.append, self._shapes.append, self._dtypes.append
+        make, reference = Placeholder, weakref.ref
 
         def pack(tensor: torch.Tensor) -> Placeholder:
-            placeholder = Placeholder(opener, stage, tensor.shape, tensor.dtype)
-            made.append(reference(placeholder))
+            placeholder = make()
+            placeholder.tensor = None
+            note(reference(placeholder))
+            note_shape(tensor.shape)
+            note_dtype(tensor.dtype)
             if sink is not None:
-                sink(len(made) - 1, placeholder, tensor)
+                sink(tensor)
             return placeholder
 
-        return pack
+        return saved_tensors_hooks(pack, self._unpacking(opener))
 
-    def repeated_run(self, sink: Sink) -> RepeatedRun:
-        """The packing hook of a repeated forward whose tensors are wanted."""
+    def _unpacking(self, opener: Opener) -> Callable[[Placeholder], torch.Tensor]:
+        stage = self.stage
+
+        def unpack(placeholder: Placeholder) -> torch.Tensor:
+            if placeholder.tensor is None:
+                opener.reach(stage)
+            tensor = placeholder.tensor
+            if tensor is None:
+                raise ExecutionError(
+                    f"backward asks for what stage {self.name!r} saved after it was let go; to go through a part of "
+                    "the graph twice, call backward(retain_graph=True) the first time"
+                )
+            if version_of(tensor) != placeholder.version:
+                opener.changed(stage, tensor)
+            return tensor
+
+        return unpack
+
+    def repeated_run(self, sink: Sink | None) -> RepeatedRun:
+        """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders."""
         return RepeatedRun(self, sink)
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Compare what a repeated forward saved with what the first did.
+
+        Raises:
+            ExecutionError: where shapes, dtypes or the number of tensors differ.
+        """
+        if len(tensors) != len(self._made):
+            raise ExecutionError(
+                f"stage {self.name!r} saved {len(self._made)} tensors the first time and {len(tensors)} when it ran "
+                f"again; {_ADVICE}"
+            )
+        for index, (tensor, shape, dtype) in enumerate(zip(tensors, self._shapes, self._dtypes, strict=True)):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ExecutionError(
+                    f"stage {self.name!r} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
+                    f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
+                )
+
+    def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
+        """Give each placeholder that is still wanted its tensor."""
+        for reference, tensor, version in zip(self._made, tensors, versions, strict=True):
+            placeholder = reference()
+            if placeholder is not None:
+                placeholder.fill(tensor, version)
 
 
 class RepeatedRun:
-    """Catches what a repeated forward saves, and compares it with the first."""
+    """Catches what a repeated forward saves."""
 
-    __slots__ = ("_made", "_num_saved", "_placeholders", "_sink")
+    __slots__ = ("_placeholders", "_sink", "_tensors", "_versions", "pack")
 
-    def __init__(self, placeholders: Placeholders, sink: Sink) -> None:
+    def __init__(self, placeholders: Placeholders, sink: Sink | None) -> None:
         self._placeholders = placeholders
-        self._made = placeholders._made
         self._sink = sink
-        self._num_saved = 0
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self.pack: Pack = self._packing()
 
-    def __call__(self, tensor: torch.Tensor) -> None:
-        """The packing hook."""
-        index = self._num_saved
-        self._num_saved = index + 1
-        if index >= len(self._made):
-            return  # told in `finish`, with the number
-        placeholder = self._made[index]()
-        if placeholder is not None and (placeholder.shape != tensor.shape or placeholder.dtype != tensor.dtype):
-            raise ExecutionError(
-                f"stage {self._placeholders.name!r} saved tensor {index} with shape {list(placeholder.shape)} and "
-                f"{placeholder.dtype} the first time, and with {list(tensor.shape)} and {tensor.dtype} when it ran "
-                f"again; {_ADVICE}"
-            )
-        self._sink(index, placeholder, tensor)
+    def _packing(self) -> Pack:
+        note, note_version, sink = self._tensors.append, self._versions.append, self._sink
 
-    def finish(self) -> None:
-        """Compare the numbers of tensors saved."""
-        if self._num_saved != len(self._placeholders):
-            raise ExecutionError(
-                f"stage {self._placeholders.name!r} saved {len(self._placeholders)} tensors the first time and "
-                f"{self._num_saved} when it ran again; {_ADVICE}"
-            )
+        def pack(tensor: torch.Tensor) -> None:
+            note(tensor)
+            note_version(version_of(tensor))
+            if sink is not None:
+                sink(tensor)
+
+        return pack
+
+    def finish(self) -> list[torch.Tensor]:
+        """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
+
+        Returns:
+            The tensors.
+
+        Raises:
+            ExecutionError: where it differs.
+        """
+        self._placeholders.check(self._tensors)
+        if self._sink is None:
+            self._placeholders.fill(self._tensors, self._versions)
+        return self._tensors
 
 
 _ADVICE = "what a stage does must follow from its input, its parameters and random numbers alone"

@@ -7,7 +7,7 @@ import zlib
 import torch
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.saved import Placeholder, Sink
+from lowtide.runtime.saved import Sink
 
 
 class Fingerprints:
@@ -16,6 +16,14 @@ class Fingerprints:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
         self._sums: list[int | None] = []
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> Fingerprints:
+        """Those of tensors that are complete."""
+        made = cls()
+        made._tensors = tensors
+        made.finish()
+        return made
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor."""
@@ -39,10 +47,10 @@ class Fingerprints:
 def noting(sink: Sink | None, fingerprints: Fingerprints) -> Sink:
     """A sink that also takes fingerprints."""
 
-    def noting(index: int, placeholder: Placeholder | None, tensor: torch.Tensor) -> None:
+    def noting(tensor: torch.Tensor) -> None:
         fingerprints.add(tensor)
         if sink is not None:
-            sink(index, placeholder, tensor)
+            sink(tensor)
 
     return noting
 

@@ -135,17 +135,21 @@ class _Item:
     def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
         """Give the placeholder its tensor, on the device."""
         if self.tensor is not None:
-            placeholder.fill(self.tensor)
-            placeholder.version = self.version
+            placeholder.fill(self.tensor, self.version)
         elif self.number is not None:
             assert source is not None
             assert self.view is not None
-            placeholder.fill(self.view.on(source.leaves[self.number].storage(source.name)))
+            _fill_new(placeholder, self.view.on(source.leaves[self.number].storage(source.name)))
         else:
             assert self.view is not None
-            placeholder.fill(self.view.tensor())
+            _fill_new(placeholder, self.view.tensor())
         if not self.unchanged:
             placeholder.version = -1  # whoever opens it is told
+
+
+def _fill_new(placeholder: Placeholder, tensor: torch.Tensor) -> None:
+    """Fill it with a tensor that was put together just now."""
+    placeholder.fill(tensor, version_of(tensor))
 
 
 class Saved(Activation):
@@ -176,7 +180,7 @@ class Sorter:
         self.cargo = Cargo()
         self.items: list[_Item] = []
 
-    def __call__(self, index: int, placeholder: Placeholder | None, tensor: torch.Tensor) -> None:
+    def __call__(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor; some operations fill it only later, so nothing is copied here."""
         self.items.append(_Item(tensor))
 
