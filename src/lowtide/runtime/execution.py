@@ -12,6 +12,7 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.runtime.cargo import Tier
+from lowtide.runtime.coarse import coarsened
 from lowtide.runtime.executed_forward import ExecutedForward
 from lowtide.runtime.executor import Step
 from lowtide.runtime.interception import Interception
@@ -52,10 +53,11 @@ class Execution:
         self.split = split
         self.schedule = schedule
         self.chain = chain
-        layout = Layout.of(split)
+        coarse = coarsened(split, schedule)
+        program = Program.of(schedule, coarse)
+        layout = Layout.of(coarse.split).without_units_of(program.unwatched)
         self._interception = Interception(model, layout.units, handler)
-        program = Program.of(schedule, layout.num_stages)
-        self.machine = Machine(model, layout, program, tier, strict=strict)
+        self.machine = Machine(model, coarse.split, layout, program, tier, strict=strict)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self) -> None:

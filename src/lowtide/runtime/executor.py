@@ -269,7 +269,7 @@ class Step:
             sorter.finish(inputs, self._fixed(tape))
         made = dict(zip(tape.outputs, outputs, strict=True))
         self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
-        self.machine.counters.num_recomputed += 1
+        self.machine.counters.num_recomputed += self.program.sizes[k - 1]
 
     def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink | None) -> list[torch.Tensor]:
         run = self.runs[k]

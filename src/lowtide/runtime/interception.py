@@ -144,6 +144,14 @@ def attached_site(model: nn.Module) -> Any:
     return model.__dict__.get(_ATTRIBUTE)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, whoever stands in between."""
+    call = module.__dict__.get(_ATTRIBUTE)
+    while isinstance(call, _Site):
+        call = call.previous
+    return call is not None
+
+
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         module = model.get_submodule(path)

@@ -12,8 +12,10 @@ from torch import nn
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import StageBuffers
 from lowtide.runtime.cargo import Tier
+from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
+from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
 
 
@@ -31,13 +33,16 @@ class Machine:
 
     Args:
         model: the model.
-        layout: its stages.
+        split: its stages.
+        layout: the same, as far as a running forward must know them.
         program: the schedule.
         tier: where values go that leave the device.
         strict: compare the values that a repeated forward saves with the first's.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, program: Program, tier: Tier, *, strict: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, split: Split, layout: Layout, program: Program, tier: Tier, *, strict: bool = False
+    ) -> None:
         self.model = model
         self.layout = layout
         self.program = program
@@ -50,7 +55,7 @@ class Machine:
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self._lock = threading.RLock()
         self._draws_others: dict[int, bool] = {}
-        self._modules = self._modules_by_stage()
+        self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._buffers: dict[int, StageBuffers] = {}
@@ -67,15 +72,15 @@ class Machine:
         for k, modules in self._modules.items():
             unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
             self._parameters[k] = list(unique.values())
-            compiled = any("_compiled_call_impl" in vars(module) for _, module in modules[1:])
+            compiled = any(is_compiled(module) for _, module in modules)
             self._buffers[k] = StageBuffers(modules, swap=not compiled)
 
-    def _modules_by_stage(self) -> dict[int, list[tuple[str, nn.Module]]]:
+    def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
         """All modules inside a stage's units; those outside of any unit count for every stage."""
-        inside: dict[int, dict[str, nn.Module]] = {k: {} for k in range(1, self.layout.num_stages + 1)}
+        inside: dict[int, dict[str, nn.Module]] = {k: {} for k in range(1, split.num_stages + 1)}
         paths: set[str] = set()
-        for (path, _), k in zip(self.layout.units, self.layout.stage_at, strict=True):
-            for name, module in self.model.get_submodule(path).named_modules(prefix=path):
+        for unit, k in split.stage_of().items():
+            for name, module in self.model.get_submodule(unit.path).named_modules(prefix=unit.path):
                 inside[k][name] = module
                 paths.add(name)
         outside = [(name, module) for name, module in self.model.named_modules() if name not in paths]

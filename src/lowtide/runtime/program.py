@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lowtide.errors import PlanError, ScheduleError
+from lowtide.runtime.coarse import Coarse
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
 
 
@@ -45,6 +46,7 @@ class Program:
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
         last_prefetch: for each value that is fetched, the index of the last time.
+        sizes: how many of the schedule's own stages each stage here stands for.
     """
 
     operations: tuple[Operation, ...]
@@ -56,20 +58,21 @@ class Program:
     watched: frozenset[int]
     moved: frozenset[Value]
     last_prefetch: dict[Value, int]
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule, num_stages: int) -> Program:
-        """Read a schedule that the simulator has found legal for a chain of this length.
+    def of(cls, schedule: Schedule, coarse: Coarse) -> Program:
+        """Read a schedule that the simulator has found legal, over the stages that it was joined to.
 
         Raises:
-            PlanError: where the schedule manages weights or uses variants, or is for another number of stages.
+            PlanError: where the schedule manages weights or uses variants.
         """
         if schedule.manages:
             raise PlanError(
                 "the schedule moves weights, which only `lowtide simulate` understands so far; solve with "
                 "manage_weights=False"
             )
-        operations = schedule.operations
+        operations, num_stages = coarse.operations, coarse.split.num_stages
         if any(isinstance(operation, Forward) and operation.variant for operation in operations):
             raise PlanError("the schedule runs stages as variants, which cannot be executed yet; solve without them")
         first, backward = _places(operations, num_stages)
@@ -101,7 +104,13 @@ class Program:
             frozenset(watched),
             frozenset(moved),
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
+            coarse.sizes,
         )
+
+    @property
+    def unwatched(self) -> frozenset[int]:
+        """The stages that autograd looks after alone: nothing needs to be known of what they make."""
+        return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
 
     def is_repeated(self, k: int) -> bool:
         """Whether stage k runs forward more than once."""
@@ -118,8 +127,6 @@ class Program:
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     first, backward = [-1] * (num_stages + 1), [-1] * (num_stages + 1)
     for index, operation in enumerate(operations):
-        if operation.stage > num_stages:
-            raise PlanError(f"the schedule speaks of stage {operation.stage}; the model has {num_stages} stages")
         if isinstance(operation, Forward) and first[operation.stage] < 0:
             first[operation.stage] = index
         elif isinstance(operation, Backward):

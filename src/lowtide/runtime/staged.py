@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from lowtide.errors import ExecutionError
@@ -50,6 +51,25 @@ class Layout:
                 ends_stage.append(is_last and not stage.trailing_glue)
         return cls(tuple(names), tuple(units), tuple(stage_at), tuple(ends_stage))
 
+    def without_units_of(self, stages: Collection[int]) -> Layout:
+        """The same, met at fewer places: of these stages only their first and last units are called through a site.
+
+        A unit that contains another one stays: calls of the inner one inside of it must not be counted.
+        """
+        paths = {path for path, _ in self.units}
+        kept = []
+        for position, ((path, _), k) in enumerate(zip(self.units, self.stage_at, strict=True)):
+            is_first = position == 0 or self.stage_at[position - 1] != k
+            contains = any(other.startswith(f"{path}." if path else "") and other != path for other in paths)
+            if k not in stages or is_first or self.ends_stage[position] or contains:
+                kept.append(position)
+        return Layout(
+            self.names,
+            tuple(self.units[position] for position in kept),
+            tuple(self.stage_at[position] for position in kept),
+            tuple(self.ends_stage[position] for position in kept),
+        )
+
     @property
     def num_stages(self) -> int:
         """n, the number of stages."""
@@ -84,6 +104,7 @@ class StagedForward:
         self.tracking = False
         self._watched = {*watched, *taped, *(k - 1 for k in taped)}
         self._mode = GlueMode(self) if self._watched else None
+        self._depth: int | None = None  # how many modes were below ours when it was taken away; None: it is in place
         self._next = 0
         self._counts: dict[str, int] = {}
         self._inside_unit = False
@@ -137,7 +158,10 @@ class StagedForward:
                 result = plain(*args, **kwargs)
             else:
                 with self._mode:
-                    result = plain(*args, **kwargs)
+                    try:
+                        result = plain(*args, **kwargs)
+                    finally:
+                        self._resume_mode()
         finally:
             if self._mode is not None:
                 self._mode.forward = None
@@ -164,7 +188,7 @@ class StagedForward:
             return site.plain(*args, **kwargs)
         self._check_order(site, occurrence, position)
         self._inside_unit = True
-        suspended = self._suspend_mode()  # for what is done between stages, too
+        self._suspend_mode()  # for what is done between stages, too
         try:
             if self.layout.stage_at[position] != self.stage:
                 self._cross()
@@ -173,7 +197,8 @@ class StagedForward:
                 self._cross()
         finally:
             self._inside_unit = False
-            self._resume_mode(suspended)
+            if self.tracking:
+                self._resume_mode()
         return result
 
     def _check_order(self, site: UnitSite, occurrence: int, position: int) -> None:
@@ -191,23 +216,27 @@ class StagedForward:
         self.end_stage(self.stage, self.ledger.alive(self.stage))
         self.begin_stage(self.stage + 1)
 
-    def _suspend_mode(self) -> list[Any]:
-        """Take the mode from the stack, wherever it stands: the user's code may have put modes above it."""
-        taken: list[Any] = []
-        if self._mode is None:
-            return taken
-        while True:
-            taken.append(_pop_mode())
-            if taken[-1] is self._mode:
-                break
-        for mode in reversed(taken[:-1]):
-            _push_mode(mode)
-        return taken
+    # The mode
 
-    def _resume_mode(self, taken: list[Any]) -> None:
-        for _ in taken[:-1]:
-            _pop_mode()
-        for mode in reversed(taken):
+    def _suspend_mode(self) -> None:
+        """Take the mode from the stack, wherever it stands: the user's code may have put modes above it."""
+        if self._mode is None or self._depth is not None:
+            return
+        above = []
+        while (top := _pop_mode()) is not self._mode:
+            above.append(top)
+        self._depth = _len_torch_function_stack()
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def _resume_mode(self) -> None:
+        """Put it back where it stood, below whatever the user's code has put on the stack since."""
+        if self._mode is None or self._depth is None:
+            return
+        above = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
+        self._depth = None
+        _push_mode(self._mode)
+        for mode in reversed(above):
             _push_mode(mode)
 
 

@@ -1,0 +1,112 @@
+"""Stages that a schedule always treats alike run as one.
+
+The executor's own work is done once a stage, so it is done for as few stages as the schedule lets it be: a segment that
+is always let go and made again as a whole is one stage to it, and so is all that autograd simply keeps. Nothing else
+changes: the same computations run in the same order, and the same tensors are kept and let go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lowtide.errors import PlanError
+from lowtide.runtime.split import Split, StageSplit
+from lowtide.schedule import Backward, Forward, Operation, Schedule, Value
+
+# What may stand in two forwards one after the other, the first of stage k and the second of stage k+1. Both are made
+# again as one where both are let go and a[k] with them, and saved as one where all is saved.
+_ALIKE = {("keep", "drop"), ("drop", "drop"), ("all", "all")}
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """A schedule over as few stages as can be.
+
+    Args:
+        split: the stages, some of them joined.
+        operations: the schedule's list, in terms of these.
+        sizes: how many of the schedule's own stages are in each.
+    """
+
+    split: Split
+    operations: tuple[Operation, ...]
+    sizes: tuple[int, ...]
+
+
+def coarsened(split: Split, schedule: Schedule) -> Coarse:
+    """Join the stages that a schedule always treats alike.
+
+    Raises:
+        PlanError: where the schedule speaks of stages that the split has not.
+
+    Example:
+        >>> from lowtide.runtime.split import Unit
+        >>> split = Split((StageSplit("a", (Unit("a"),)), StageSplit("b", (Unit("b"),))))
+        >>> plain = Schedule("plain", (Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)))
+        >>> coarsened(split, plain).operations
+        (Forward(stage=1, save='all', variant=0), Backward(stage=1))
+    """
+    largest = max((operation.stage for operation in schedule.operations), default=0)
+    if largest > split.num_stages:
+        raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+    groups: list[list[int]] = []
+    joined = _joined(schedule.operations, split.num_stages)
+    for k in range(1, split.num_stages + 1):
+        if k - 1 in joined:
+            groups[-1].append(k)
+        else:
+            groups.append([k])
+    number = {0: 0, **{k: index for index, group in enumerate(groups, start=1) for k in group}}
+    first = {group[0] for group in groups}
+    last = {group[-1] for group in groups}
+    operations = tuple(
+        replace(operation, stage=number[operation.stage])
+        for operation in schedule.operations
+        if not (isinstance(operation, Forward) and operation.stage not in first)
+        and not (isinstance(operation, Backward) and operation.stage not in last)
+    )
+    stages = tuple(_as_one([split.stages[k - 1] for k in group]) for group in groups)
+    return Coarse(replace(split, stages=stages), operations, tuple(map(len, groups)))
+
+
+def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
+    """The stages k that are always run together with stage k+1."""
+    joined = set(range(1, num_stages))
+    for before, after in zip((None, *operations), (*operations, None), strict=True):
+        if isinstance(before, Forward) and not _together(before, after):
+            joined.discard(before.stage)
+        if isinstance(after, Forward) and not (isinstance(before, Forward) and _together(before, after)):
+            joined.discard(after.stage - 1)
+        if isinstance(before, Backward) and after != Backward(before.stage - 1):
+            joined.discard(before.stage - 1)
+        if isinstance(after, Backward) and before != Backward(after.stage + 1):
+            joined.discard(after.stage)
+        if after is not None and not isinstance(after, Forward | Backward):
+            joined -= _apart(after.value)
+    return joined
+
+
+def _together(one: Forward, other: Operation | None) -> bool:
+    return (
+        isinstance(other, Forward)
+        and other.stage == one.stage + 1
+        and (one.save, other.save) in _ALIKE
+        and one.variant == other.variant == 0
+    )
+
+
+def _apart(value: Value) -> set[int]:
+    """The stages that cannot be joined with the next where this value is moved by itself."""
+    kind, k = value
+    return {k} if kind == "a" else {k - 1, k}
+
+
+def _as_one(stages: list[StageSplit]) -> StageSplit:
+    if len(stages) == 1:
+        return stages[0]
+    return StageSplit(
+        name=f"{stages[0].name} to {stages[-1].name}",
+        units=tuple(unit for stage in stages for unit in stage.units),
+        trailing_glue=stages[-1].trailing_glue,
+        parameters=tuple(name for stage in stages for name in stage.parameters),
+    )
