@@ -17,6 +17,9 @@ from lowtide.schedule import Backward, Forward, Operation, Schedule, Value
 # again as one where both are let go and a[k] with them, and saved as one where all is saved.
 _ALIKE = {("keep", "drop"), ("drop", "drop"), ("all", "all")}
 
+# In messages a stage that stands for so many at most is called by the names of all.
+_MOST_NAMES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
@@ -105,8 +108,14 @@ def _as_one(stages: list[StageSplit]) -> StageSplit:
     if len(stages) == 1:
         return stages[0]
     return StageSplit(
-        name=f"{stages[0].name} to {stages[-1].name}",
+        name=_joined_name([stage.name for stage in stages]),
         units=tuple(unit for stage in stages for unit in stage.units),
         trailing_glue=stages[-1].trailing_glue,
         parameters=tuple(name for stage in stages for name in stage.parameters),
     )
+
+
+def _joined_name(names: list[str]) -> str:
+    if len(names) <= _MOST_NAMES:
+        return " + ".join(names)
+    return f"{names[0]} to {names[-1]}"

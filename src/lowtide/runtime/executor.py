@@ -274,10 +274,13 @@ class Step:
     def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink | None) -> list[torch.Tensor]:
         run = self.runs[k]
         catch = run.placeholders.repeated_run(sink)
-        outputs = self._run_again(k, inputs, catch.pack)
-        tensors = catch.finish()
-        if run.fingerprints is not None:
-            Fingerprints.of(tensors).compare(run.fingerprints, self.machine.stage_name(k))
+        try:
+            outputs = self._run_again(k, inputs, catch.pack)
+            catch.finish()
+            if run.fingerprints is not None:
+                Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
+        finally:
+            catch.tensors.clear()  # the graph of the run holds the hook, the hook this list, and these the graph
         return outputs
 
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:

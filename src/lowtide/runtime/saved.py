@@ -142,19 +142,19 @@ class Placeholders:
 
 
 class RepeatedRun:
-    """Catches what a repeated forward saves."""
+    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end."""
 
-    __slots__ = ("_placeholders", "_sink", "_tensors", "_versions", "pack")
+    __slots__ = ("_placeholders", "_sink", "_versions", "pack", "tensors")
 
     def __init__(self, placeholders: Placeholders, sink: Sink | None) -> None:
         self._placeholders = placeholders
         self._sink = sink
-        self._tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         self.pack: Pack = self._packing()
 
     def _packing(self) -> Pack:
-        note, note_version, sink = self._tensors.append, self._versions.append, self._sink
+        note, note_version, sink = self.tensors.append, self._versions.append, self._sink
 
         def pack(tensor: torch.Tensor) -> None:
             note(tensor)
@@ -164,19 +164,15 @@ class RepeatedRun:
 
         return pack
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> None:
         """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
-
-        Returns:
-            The tensors.
 
         Raises:
             ExecutionError: where it differs.
         """
-        self._placeholders.check(self._tensors)
+        self._placeholders.check(self.tensors)
         if self._sink is None:
-            self._placeholders.fill(self._tensors, self._versions)
-        return self._tensors
+            self._placeholders.fill(self.tensors, self._versions)
 
 
 _ADVICE = "what a stage does must follow from its input, its parameters and random numbers alone"
