@@ -44,15 +44,31 @@ def test_views_of_one_storage_move_once_and_come_back_as_they_were():
     expected = [view.clone() for view in views]
     cargo = Cargo()
     kept = [cargo.view(view) for view in views]
-    assert cargo.num_bytes == base.untyped_storage().nbytes()
-    assert cargo.offload(tier) == cargo.num_bytes
+    assert cargo.offload(tier) == base.untyped_storage().nbytes()
     cargo.leave()
     base.fill_(float("nan"))
-    assert cargo.prefetch(tier) == cargo.num_bytes
+    assert cargo.prefetch(tier) == base.untyped_storage().nbytes()
     cargo.arrive()
     for view, value, before in zip(kept, expected, views, strict=True):
         assert torch.equal(view.tensor(), value)
         assert view.tensor().stride() == before.stride()
+    tier.close()
+
+
+def test_what_is_too_small_to_be_worth_a_copy_stays():
+    tier = FileTier()
+    tier.smallest_bytes = 1000
+    small, large = torch.randn(100), torch.randn(1000)
+    cargo = Cargo()
+    kept = [(cargo.view(tensor), tensor.clone()) for tensor in (small, large)]
+    assert cargo.offload(tier) == large.untyped_storage().nbytes()
+    cargo.leave()
+    large.fill_(float("nan"))
+    assert cargo.prefetch(tier) == large.untyped_storage().nbytes()
+    cargo.arrive()
+    for view, value in kept:
+        assert torch.equal(view.tensor(), value)
+    assert kept[0][0].tensor().data_ptr() == small.data_ptr()
     tier.close()
 
 
@@ -81,7 +97,7 @@ def test_the_host_budget_is_a_limit():
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     tier = FileTier(folder=str(tmp_path / "missing"))
     with pytest.raises(lowtide.ExecutionError, match="TMPDIR"):
-        tier.store(torch.zeros(10).untyped_storage())
+        tier.store([torch.zeros(10).untyped_storage()])
 
 
 def test_the_bandwidth_is_measured_once():

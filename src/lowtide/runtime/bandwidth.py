@@ -30,11 +30,11 @@ def _measure(device: torch.device) -> int:
     tier = PinnedTier(device, num_bytes) if device.type == "cuda" else FileTier(num_bytes)
     storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
     down, up = [], []
-    region, ticket = tier.store(storage)
+    region, ticket = tier.store([storage])
     ticket.wait()
     for _ in range(_NUM_COPIES):
         begin = _now(device)
-        region, ticket = tier.store(storage)
+        region, ticket = tier.store([storage])
         ticket.wait()
         down.append(_now(device) - begin)
         begin = _now(device)

@@ -6,6 +6,7 @@ that each is copied once, and views come back with the strides that they had.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ class Ticket(Protocol):
 
 
 class Region(Protocol):
-    """Room on the lower tier for one storage; given back when the object dies."""
+    """Room on the lower tier for some storages; given back when the object dies."""
 
     num_bytes: int
 
@@ -27,23 +28,25 @@ class Region(Protocol):
 class Tier(Protocol):
     """The lower tier: where storages go."""
 
-    def store(self, storage: torch.UntypedStorage) -> tuple[Region, Ticket]:
-        """Queue a copy of a storage down."""
+    smallest_bytes: int
+    """Storages smaller than this stay where they are: a copy costs more than their room is worth."""
 
-    def load(self, region: Region, device: torch.device) -> tuple[torch.UntypedStorage, Ticket]:
-        """Make a storage of the region's size on the device, and queue a copy up into it."""
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Region, Ticket]:
+        """Queue copies of storages down."""
+
+    def load(self, region: Region, device: torch.device) -> tuple[list[torch.UntypedStorage], Ticket]:
+        """Make storages like those of a region on the device, and queue copies up into them."""
 
 
 class Box:
     """One storage, on the device or not."""
 
-    __slots__ = ("device", "num_bytes", "region", "storage")
+    __slots__ = ("device", "num_bytes", "storage")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.device = storage.device
         self.num_bytes = storage.nbytes()
-        self.region: Region | None = None
 
 
 class View:
@@ -74,13 +77,14 @@ class View:
 class Cargo:
     """The storages of one value."""
 
-    __slots__ = ("_arriving", "_boxes", "_leaving", "on_device")
+    __slots__ = ("_arriving", "_boxes", "_leaving", "_moved", "_region")
 
     def __init__(self) -> None:
         self._boxes: dict[int, Box] = {}  # by the address of the storage's record, which the box keeps alive
-        self._leaving: list[Ticket] = []
-        self._arriving: list[Ticket] = []
-        self.on_device = True
+        self._moved: list[Box] = []  # those of them that were copied down
+        self._region: Region | None = None
+        self._leaving: Ticket | None = None
+        self._arriving: Ticket | None = None
 
     def __del__(self) -> None:
         # Memory that a copy is still writing must not be handed to others: let them wait for the copy.
@@ -94,41 +98,37 @@ class Cargo:
             box = self._boxes[storage._cdata] = Box(storage)
         return View(box, tensor)
 
-    @property
-    def num_bytes(self) -> int:
-        """All storages, each once."""
-        return sum(box.num_bytes for box in self._boxes.values())
-
     def offload(self, tier: Tier) -> int:
         """Queue copies down; returns the bytes that move."""
         self.arrive()
-        for box in self._boxes.values():
-            assert box.storage is not None
-            box.region, ticket = tier.store(box.storage)
-            self._leaving.append(ticket)
-        return self.num_bytes
+        self._moved = [box for box in self._boxes.values() if box.num_bytes >= tier.smallest_bytes]
+        storages = [box.storage for box in self._moved if box.storage is not None]
+        assert len(storages) == len(self._moved)
+        if storages:
+            self._region, self._leaving = tier.store(storages)
+        return sum(box.num_bytes for box in self._moved)
 
     def prefetch(self, tier: Tier) -> int:
         """Make room on the device and queue copies up; returns the bytes that move."""
-        for box in self._boxes.values():
-            assert box.region is not None
-            box.storage, ticket = tier.load(box.region, box.device)
-            self._arriving.append(ticket)
-        self.on_device = True
-        return self.num_bytes
+        if not self._moved:
+            return 0
+        assert self._region is not None
+        storages, self._arriving = tier.load(self._region, self._moved[0].device)
+        for box, storage in zip(self._moved, storages, strict=True):
+            box.storage = storage
+        return sum(box.num_bytes for box in self._moved)
 
     def arrive(self) -> None:
         """Wait for copies that write the storages."""
-        for ticket in self._arriving:
-            ticket.wait()
-        self._arriving.clear()
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
 
     def leave(self) -> None:
         """Wait for copies that read or write the storages, and let these go from the device."""
         self.arrive()
-        for ticket in self._leaving:
-            ticket.wait()
-        self._leaving.clear()
-        for box in self._boxes.values():
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
+        for box in self._moved if self._region is not None else self._boxes.values():
             box.storage = None
-        self.on_device = False

@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -48,13 +49,14 @@ class _Piece:
 
 
 class _Region:
-    """Room in a piece, and the copy that fills it."""
+    """Room in a piece for some storages, and the copy that fills it."""
 
-    __slots__ = ("num_bytes", "piece", "room", "stored")
+    __slots__ = ("num_bytes", "piece", "room", "sizes", "stored")
 
-    def __init__(self, piece: _Piece, room: Room) -> None:
+    def __init__(self, piece: _Piece, room: Room, sizes: Sequence[int]) -> None:
         self.piece = piece
         self.room = room
+        self.sizes = sizes
         self.num_bytes = room.num_bytes
         self.stored: Future[None] | None = None
 
@@ -79,6 +81,8 @@ class FileTier:
         folder: where; None: the system's temporary folder.
     """
 
+    smallest_bytes = 1
+
     def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
         self._wanted_bytes = capacity_bytes
         self._limit_bytes = limit_bytes
@@ -93,32 +97,33 @@ class FileTier:
         """The bytes of all files made so far."""
         return sum(piece.arena.capacity_bytes for piece in self._pieces)
 
-    def store(self, storage: torch.UntypedStorage) -> tuple[_Region, _Ticket]:
-        """Queue a copy of a storage to the file."""
-        region = self._take(storage.nbytes())
-        region.stored = self._writer.submit(_write, region, storage)
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+        """Queue a copy of storages to the file."""
+        region = self._take([storage.nbytes() for storage in storages])
+        region.stored = self._writer.submit(_write, region, storages)
         return region, _Ticket(region.stored)
 
-    def load(self, region: Any, device: torch.device) -> tuple[torch.UntypedStorage, _Ticket]:
-        """Make a storage, and queue a copy of a region into it."""
-        storage = torch.empty(region.num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-        return storage, _Ticket(self._reader.submit(_read, region, storage))
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+        """Make storages, and queue a copy of a region into them."""
+        storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
+        return storages, _Ticket(self._reader.submit(_read, region, storages))
 
     def close(self) -> None:
         """End the threads; what is stored stays readable no longer."""
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
 
-    def _take(self, num_bytes: int) -> _Region:
+    def _take(self, sizes: Sequence[int]) -> _Region:
+        num_bytes = sum(map(rounded, sizes))
         with self._lock:
             for piece in self._pieces:
                 offset = piece.arena.take(num_bytes)
                 if offset is not None:
-                    return _Region(piece, Room(piece.arena, offset, num_bytes))
-            piece = self._add_piece(rounded(num_bytes))
+                    return _Region(piece, Room(piece.arena, offset, num_bytes), sizes)
+            piece = self._add_piece(num_bytes)
             offset = piece.arena.take(num_bytes)
             assert offset is not None
-            return _Region(piece, Room(piece.arena, offset, num_bytes))
+            return _Region(piece, Room(piece.arena, offset, num_bytes), sizes)
 
     def _add_piece(self, num_bytes: int) -> _Piece:
         wanted = max(num_bytes, self._wanted_bytes, _SMALLEST_PIECE_BYTES)
@@ -135,14 +140,20 @@ class FileTier:
         return self._pieces[-1]
 
 
-def _write(region: _Region, storage: torch.UntypedStorage) -> None:
-    # memmove gives other threads the interpreter while it copies
-    ctypes.memmove(region.piece.address + region.room.offset, storage.data_ptr(), region.num_bytes)
+def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+    address = region.piece.address + region.room.offset
+    for storage in storages:
+        # memmove gives other threads the interpreter while it copies
+        ctypes.memmove(address, storage.data_ptr(), storage.nbytes())
+        address += rounded(storage.nbytes())
     region.piece.let_go(region.room.offset, region.num_bytes)
 
 
-def _read(region: _Region, storage: torch.UntypedStorage) -> None:
+def _read(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
     if region.stored is not None:
         region.stored.result()
-    ctypes.memmove(storage.data_ptr(), region.piece.address + region.room.offset, region.num_bytes)
+    address = region.piece.address + region.room.offset
+    for storage in storages:
+        ctypes.memmove(storage.data_ptr(), address, storage.nbytes())
+        address += rounded(storage.nbytes())
     region.piece.let_go(region.room.offset, region.num_bytes)

@@ -100,7 +100,7 @@ class Machine:
 
     def storages_of(self, k: int) -> set[int]:
         """The addresses of the storages of stage k's parameters and buffers."""
-        tensors: list[torch.Tensor] = [*self._parameters[k]]
+        tensors: list[torch.Tensor] = []
         for _, module in self._modules[k]:
             tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
             tensors += [tensor for tensor in module._parameters.values() if tensor is not None]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,15 +39,19 @@ class _Slab:
 
 
 class _Region:
-    """Room in a slab for one storage, and the last copy that reads or writes it."""
+    """Room in a slab for some storages, and the last copy that reads or writes it."""
 
-    __slots__ = ("host", "last_copy", "num_bytes", "room")
+    __slots__ = ("last_copy", "num_bytes", "parts", "room")
 
-    def __init__(self, slab: _Slab, room: Room) -> None:
+    def __init__(self, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
         self.room = room
         self.num_bytes = room.num_bytes
-        self.host = slab.bytes_at(room.offset, room.num_bytes)
+        self.parts: list[torch.Tensor] = []
         self.last_copy: torch.cuda.Event | None = None
+        offset = room.offset
+        for num_bytes in sizes:
+            self.parts.append(slab.bytes_at(offset, num_bytes))
+            offset += rounded(num_bytes)
 
 
 class _Ticket:
@@ -70,6 +75,9 @@ class PinnedTier:
         limit_bytes: never use more than this; None: no limit.
     """
 
+    # The statistics of a normalisation, a few kilobytes each, would take as long to copy as half a megabyte.
+    smallest_bytes = 16 * 2**10
+
     def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:
         self._device = device
         self._wanted_bytes = capacity_bytes
@@ -90,42 +98,45 @@ class PinnedTier:
         if not self._slabs and self._wanted_bytes:
             self._add_slab(0)
 
-    def store(self, storage: torch.UntypedStorage) -> tuple[_Region, _Ticket]:
-        """Queue a copy of a storage down."""
-        region = self._take(storage.nbytes())
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+        """Queue copies of storages down."""
+        region = self._take([storage.nbytes() for storage in storages])
         self.to_host.wait_stream(torch.cuda.current_stream(self._device))
         if self._last_load is not None:
             self.to_host.wait_event(self._last_load)
         with torch.cuda.stream(self.to_host):
-            region.host.copy_(_bytes_of(storage), non_blocking=True)
+            for part, storage in zip(region.parts, storages, strict=True):
+                part.copy_(_bytes_of(storage), non_blocking=True)
             region.last_copy = self.to_host.record_event()
         return region, _Ticket(region.last_copy, self._device)
 
-    def load(self, region: Any, device: torch.device) -> tuple[torch.UntypedStorage, _Ticket]:
-        """Make a storage on the compute stream, and queue a copy of a region into it."""
-        memory = torch.empty(region.num_bytes, dtype=torch.uint8, device=device)
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+        """Make storages on the compute stream, and queue copies of a region into them."""
+        memory = [torch.empty(part.numel(), dtype=torch.uint8, device=device) for part in region.parts]
         self.to_device.wait_stream(torch.cuda.current_stream(self._device))
         if region.last_copy is not None:
             self.to_device.wait_event(region.last_copy)
         with torch.cuda.stream(self.to_device):
-            memory.copy_(region.host, non_blocking=True)
+            for tensor, part in zip(memory, region.parts, strict=True):
+                tensor.copy_(part, non_blocking=True)
             self._last_load = self.to_device.record_event()
-        return memory.untyped_storage(), _Ticket(self._last_load, self._device)
+        return [tensor.untyped_storage() for tensor in memory], _Ticket(self._last_load, self._device)
 
     def close(self) -> None:
         """Wait for copies under way; the memory goes when nothing refers to it any more."""
         self.to_host.synchronize()
         self.to_device.synchronize()
 
-    def _take(self, num_bytes: int) -> _Region:
+    def _take(self, sizes: Sequence[int]) -> _Region:
+        num_bytes = sum(map(rounded, sizes))
         for slab in self._slabs:
             offset = slab.arena.take(num_bytes)
             if offset is not None:
-                return _Region(slab, Room(slab.arena, offset, num_bytes))
-        slab = self._add_slab(rounded(num_bytes))
+                return _Region(slab, Room(slab.arena, offset, num_bytes), sizes)
+        slab = self._add_slab(num_bytes)
         offset = slab.arena.take(num_bytes)
         assert offset is not None
-        return _Region(slab, Room(slab.arena, offset, num_bytes))
+        return _Region(slab, Room(slab.arena, offset, num_bytes), sizes)
 
     def _add_slab(self, num_bytes: int) -> _Slab:
         wanted = max(num_bytes, self._wanted_bytes or _SMALLEST_PIECE_BYTES)

@@ -112,7 +112,8 @@ class _Item:
     __slots__ = ("number", "tensor", "unchanged", "version", "view")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach()
+        # What autograd hands to hooks has no history, as a rule.
+        self.tensor: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = version_of(tensor)
         self.view: View | None = None
         self.number: int | None = None
