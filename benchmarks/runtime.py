@@ -54,6 +54,8 @@ class Row:
     way: str
     budget_bytes: int | None = None
     seconds: float | None = None
+    forward_launch_seconds: float | None = None
+    backward_launch_seconds: float | None = None
     peak_bytes: int | None = None
     predicted_seconds: float | None = None
     predicted_peak_bytes: int | None = None
@@ -101,26 +103,30 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measured(model: nn.Module, batch: dict[str, Any], device: torch.device, repeats: int) -> tuple[float, int]:
-    """Median seconds of forward and backward, and the peak of one."""
+def measure_steps(row: Row, model: nn.Module, batch: dict[str, Any], device: torch.device, repeats: int) -> None:
+    """Median seconds of forward and backward, how long Python takes for each of them, and the peak of one step."""
 
-    def step() -> None:
-        model(**batch).backward()
+    def step() -> tuple[float, float, float]:
+        begin = time.perf_counter()
+        loss = model(**batch)
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
         for parameter in model.parameters():
             parameter.grad = None
+        return middle - begin, end - middle, now(device) - begin
 
     for _ in range(NUM_WARM if device.type == "cuda" else 1):
         step()
     gc.collect()
     with Meter(device) as meter:
         step()
-        peak = meter.peak_bytes
-    seconds = []
-    for _ in range(repeats):
-        begin = now(device)
-        step()
-        seconds.append(now(device) - begin)
-    return statistics.median(seconds), peak
+        row.peak_bytes = meter.peak_bytes
+    now(device)
+    times = [step() for _ in range(repeats)]
+    row.forward_launch_seconds, row.backward_launch_seconds, row.seconds = map(
+        statistics.median, zip(*times, strict=True)
+    )
 
 
 def attempt(rows: list[Row], row: Row, work: Callable[[Row], None]) -> None:
@@ -134,9 +140,10 @@ def attempt(rows: list[Row], row: Row, work: Callable[[Row], None]) -> None:
     predicted = "-" if row.predicted_seconds is None else format_seconds(row.predicted_seconds)
     peak = "-" if row.peak_bytes is None else format_bytes(row.peak_bytes)
     expected = "-" if row.predicted_peak_bytes is None else format_bytes(row.predicted_peak_bytes)
+    launch = [1e3 * (seconds or 0) for seconds in (row.forward_launch_seconds, row.backward_launch_seconds)]
     print(
-        f"{row.way:<34} {seconds:>10} (predicted {predicted:>10})  {peak:>11} (predicted {expected:>11})  "
-        f"{row.strategy} {row.note}",
+        f"{row.way:<26} {seconds:>10} (predicted {predicted:>10})  {peak:>11} (predicted {expected:>11})  "
+        f"launch {launch[0]:5.1f} + {launch[1]:5.1f} ms  {row.strategy} {row.note}",
         flush=True,
     )
 
@@ -149,7 +156,7 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
     rows: list[Row] = []
 
     def plain(row: Row) -> None:
-        row.seconds, row.peak_bytes = measured(model, batch, device, repeats)
+        measure_steps(row, model, batch, device, repeats)
 
     attempt(rows, Row(network.name, "plain, eager"), plain)
     compiled = None
@@ -175,7 +182,7 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
             row.predicted_seconds, row.predicted_peak_bytes = solution.seconds, solution.peak_bytes
             row.strategy, row.num_stages = solution.strategy, chain.num_stages
             with lowtide.attach(model, solution, split=split) as plan:
-                row.seconds, row.peak_bytes = measured(model, batch, device, repeats)
+                measure_steps(row, model, batch, device, repeats)
                 stats = plan.stats()
                 row.recomputed, row.moved_bytes = stats.recomputed_per_step, stats.moved_bytes_per_step
 
