@@ -19,6 +19,7 @@ from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Program
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
+from lowtide.runtime.variants import StageVariants
 from lowtide.schedule import Schedule
 
 # The steps whose times are remembered: enough for a median.
@@ -53,9 +54,10 @@ class Execution:
         self.schedule = schedule
         self.chain = chain
         layout = Layout.of(split)
-        self._interception = Interception(model, layout.units, handler)
         program = Program.of(schedule, layout.num_stages)
-        self.machine = Machine(model, layout, program, tier, strict=strict)
+        self._interception = Interception(model, layout.units, handler)
+        variants = StageVariants.of(model, split, program, chain)
+        self.machine = Machine(model, layout, program, tier, strict=strict, variants=variants)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self) -> None:

@@ -290,6 +290,7 @@ class Step:
             pack = _copying(pack, rewritten)
         with (
             _marked_as_recomputing(),
+            self.machine.variants.running(k),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
             self._kernels.applied(),

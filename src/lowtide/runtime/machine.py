@@ -15,6 +15,7 @@ from lowtide.runtime.cargo import Tier
 from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
 from lowtide.runtime.staged import Layout
+from lowtide.runtime.variants import StageVariants
 
 
 class Counters:
@@ -35,14 +36,25 @@ class Machine:
         program: the schedule.
         tier: where values go that leave the device.
         strict: compare the values that a repeated forward saves with the first's.
+        variants: as which the stages run.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, program: Program, tier: Tier, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        program: Program,
+        tier: Tier,
+        *,
+        strict: bool = False,
+        variants: StageVariants | None = None,
+    ) -> None:
         self.model = model
         self.layout = layout
         self.program = program
         self.tier = tier
         self.strict = strict
+        self.variants = variants or StageVariants(None)
         self.generators = Generators.of(model)
         self.counters = Counters()
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}

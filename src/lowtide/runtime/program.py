@@ -45,6 +45,7 @@ class Program:
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
         last_prefetch: for each value that is fetched, the index of the last time.
+        variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
     """
 
     operations: tuple[Operation, ...]
@@ -56,13 +57,15 @@ class Program:
     watched: frozenset[int]
     moved: frozenset[Value]
     last_prefetch: dict[Value, int]
+    variants: tuple[int, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, num_stages: int) -> Program:
         """Read a schedule that the simulator has found legal for a chain of this length.
 
         Raises:
-            PlanError: where the schedule manages weights or uses variants, or is for another number of stages.
+            PlanError: where the schedule manages weights, runs one stage as two variants, or is for another number of
+                stages.
         """
         if schedule.manages:
             raise PlanError(
@@ -70,8 +73,6 @@ class Program:
                 "manage_weights=False"
             )
         operations = schedule.operations
-        if any(isinstance(operation, Forward) and operation.variant for operation in operations):
-            raise PlanError("the schedule runs stages as variants, which cannot be executed yet; solve without them")
         first, backward = _places(operations, num_stages)
         modes = {
             index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
@@ -101,6 +102,7 @@ class Program:
             frozenset(watched),
             frozenset(moved),
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
+            _variants(operations, num_stages),
         )
 
     def is_repeated(self, k: int) -> bool:
@@ -128,6 +130,19 @@ def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[i
         missing = next(k for k in range(1, num_stages + 1) if min(first[k], backward[k]) < 0)
         raise ScheduleError(f"the schedule has no forward or no backward of stage {missing}, and the model has it")
     return tuple(first), tuple(backward)
+
+
+def _variants(operations: tuple[Operation, ...], num_stages: int) -> tuple[int, ...]:
+    variants: list[int | None] = [None] * (num_stages + 1)
+    for operation in operations:
+        if isinstance(operation, Forward) and operation.save == "all":
+            if variants[operation.stage] not in (None, operation.variant):
+                raise PlanError(
+                    f"the schedule saves stage {operation.stage} as variant {variants[operation.stage]} and later as "
+                    f"variant {operation.variant}; a stage runs as one of them within a step"
+                )
+            variants[operation.stage] = operation.variant
+    return tuple(variant or 0 for variant in variants)
 
 
 def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool) -> Mode:
