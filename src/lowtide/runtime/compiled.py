@@ -10,9 +10,10 @@ entries there: so each kind of stage, and each variant of it, has a function of 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -29,6 +30,9 @@ are made again), 2/5 at 0.4, and at 0.0 its input alone."""
 
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
+
+# Compiled functions that are kept for the next `fit`: a few models with all their kinds and variants.
+_MOST_FUNCTIONS = 256
 
 _ATTRIBUTE = "_compiled_call_impl"
 
@@ -101,17 +105,15 @@ class CompiledStages:
         self.choice = Choice(("", *map(variant_name, budgets)))
         self._calls: list[tuple[nn.Module, CompiledCall]] = []
         self._num_variants: dict[int, int] = {}
-        functions: dict[tuple[str, int], list[Callable[..., Any]]] = {}
         compiled: dict[int, CompiledCall] = {}
         units = list(_units_to_compile(model, split))
         with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
         for k, stage, place, module in units:
-            if id(module) not in compiled:
-                key = (stage.kind or stage.name, place)
-                if key not in functions:
-                    used = compilers if stage.kind in with_variants else compilers[:1]
-                    functions[key] = [torch.compile(_fresh_function(), **each) for each in used]
-                compiled[id(module)] = CompiledCall(module, functions[key], self.choice)
+            if id(module) not in compiled:  # else it is called in several places
+                used = compilers if stage.kind in with_variants else compilers[:1]
+                kind = (type(module), stage.kind or (id(model), stage.name), place)
+                functions = [_compiled_function(kind, each) for each in used]
+                compiled[id(module)] = CompiledCall(module, functions, self.choice)
                 self._calls.append((module, compiled[id(module)]))
             self._num_variants[k] = max(self.num_variants(k), compiled[id(module)].num_variants)
         self.install()
@@ -173,13 +175,44 @@ def _most_frequent(kinds: Iterable[str]) -> set[str]:
     return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
 
 
-def _compilers(model: nn.Module, options: Mapping[str, Any], budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """The arguments for `torch.compile` of each variant, variant 0 first."""
-    if not budgets:
-        return [dict(options)]
-    options = _with_exact_casts(model, options)
-    rest = {key: value for key, value in options.items() if key not in ("mode", "options")}  # the backend knows them
-    return [options, *({**rest, "backend": _backend(options, budget)} for budget in budgets)]
+class _Compiler:
+    """How one variant is compiled; two that do the same are equal.
+
+    Args:
+        options: for `torch.compile`.
+        budget: the `activation_memory_budget` in force; None: the one that is.
+    """
+
+    def __init__(self, options: Mapping[str, Any], budget: float | None = None) -> None:
+        self._options = dict(options)
+        self._budget = budget
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Compiler):
+            return NotImplemented
+        return (self._options, self._budget) == (other._options, other._budget)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self._options)), self._budget))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, to be compiled when it is first called."""
+        if self._budget is None:
+            return torch.compile(function, **self._options)
+        rest = {key: value for key, value in self._options.items() if key not in ("mode", "options")}
+        return torch.compile(function, **{**rest, "backend": _backend(self._options, self._budget)})
+
+
+def _compilers(model: nn.Module, options: Mapping[str, Any], budgets: Sequence[float]) -> list[_Compiler]:
+    """Of each variant, variant 0 first."""
+    options = _with_exact_casts(model, options) if budgets else options
+    return [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
+
+
+@functools.lru_cache(maxsize=_MOST_FUNCTIONS)
+def _compiled_function(kind: Hashable, compiler: _Compiler) -> Callable[..., Any]:
+    """The function for one kind of unit, which equal ones share: in one model, and from one `fit` to the next."""
+    return compiler.compiled(_fresh_function())
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
