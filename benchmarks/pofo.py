@@ -1,10 +1,11 @@
 """How long pofo takes, how that grows with stages and slots, and what its slots and its conversion cost.
 
-    python -m benchmarks.pofo [--plot FILE.png]
+    python -m benchmarks.pofo [--part stages|slots|examples] [--most-stages N] [--plot FILE.svg] [--json FILE.json]
 
 Synthetic heterogeneous chains (those of `benchmarks.solvers`) and the example networks, at 12 GB/s, after a first call
 that compiles. The reach on 2 cores with 50 slots: 1 s for 37 stages, 8 s for 110, 90 s for 339 in under 2 GiB; and 50
-slots lose less than 1 % against 200 on the example networks.
+slots lose less than 1 % against 200 on the example networks. On a machine that others use, seconds of the processor
+(which count both threads of the backward phase) say more than those of the clock.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.solvers import chain_of
 
@@ -23,26 +25,38 @@ BANDWIDTH = 12 * 10**9  # the paper's measured link
 REACH_SECONDS = {37: 1.0, 110: 8.0, 339: 90.0}
 SHARES = (0.2, 0.5)
 SLOTS = (12, 25, 50, 100, 200)
+PARTS = ("stages", "slots", "examples")
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "chains").glob("**/*.json"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given again)")
+    parser.add_argument("--most-stages", type=int, default=200, help="leave longer example networks out")
     parser.add_argument("--plot", type=Path, help="draw time against stages and slots into this file")
+    parser.add_argument("--json", type=Path, help="keep the figures here; parts that are not run stay as they are")
     options = parser.parse_args()
+    kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     solved(chain_of(12), 0.4, 50)
     solved(chain_of(5), 0.6, 50)
-    by_stages = [
-        point for num_stages in (37, 110, 339) for share in SHARES for point in [stages_row(num_stages, share)]
-    ]
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"most memory of this process: {most:.2f} GiB\n")
-    by_slots = [slots_row(num_stages, slots) for num_stages in (37, 110) for slots in SLOTS]
-    print()
-    for path in EXAMPLES:
-        example_row(path)
-    if options.plot:
-        draw(options.plot, by_stages, by_slots)
+    for part in options.part or PARTS:
+        kept[part] = run_part(part, options.most_stages)
+        if options.json:
+            options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    if options.plot and "stages" in kept and "slots" in kept:
+        draw(options.plot, kept["stages"], kept["slots"])
+
+
+def run_part(part: str, most_stages: int) -> list[dict[str, Any]]:
+    if part == "stages":
+        rows = [row(chain_of(n), share, 50) for n in REACH_SECONDS for share in SHARES]
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"most memory of this process: {most:.2f} GiB", flush=True)
+        return [*rows, {"most_gibibytes": most}]
+    if part == "slots":
+        return [row(chain_of(n), 0.2, slots) for n in (37, 110) for slots in SLOTS]
+    chains = [lowtide.Chain.from_dict(json.loads(path.read_text())) for path in EXAMPLES]
+    return [example_row(chain, share) for chain in chains if chain.num_stages <= most_stages for share in SHARES]
 
 
 def budget_of(chain: lowtide.Chain, share: float) -> int:
@@ -55,52 +69,46 @@ def budget_of(chain: lowtide.Chain, share: float) -> int:
     return least + int(share * (high - least))
 
 
-def solved(chain: lowtide.Chain, share: float, slots: int) -> tuple[lowtide.Solution, float]:
-    """Pofo's answer, and the seconds that it took."""
+def solved(chain: lowtide.Chain, share: float, slots: int) -> tuple[lowtide.Solution, float, float]:
+    """Pofo's answer, and the seconds that it took: on the clock and of the processor."""
     budget = budget_of(chain, share)
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     solution = lowtide.solve(chain, memory_budget=budget, strategy="pofo", bandwidth=BANDWIDTH, slots=slots)
-    return solution, time.perf_counter() - begin
+    return solution, time.perf_counter() - begin, time.process_time() - used
 
 
-def stages_row(num_stages: int, share: float) -> tuple[int, float, float]:
-    chain = chain_of(num_stages)
-    solution, seconds = solved(chain, share, 50)
-    model = (solution.model_seconds or 0.0) / chain.compute_seconds
+def row(chain: lowtide.Chain, share: float, slots: int) -> dict[str, Any]:
+    solution, seconds, processor_seconds = solved(chain, share, slots)
+    found = {
+        "chain": chain.name,
+        "num_stages": chain.num_stages,
+        "share": share,
+        "slots": slots,
+        "solve_seconds": seconds,
+        "processor_seconds": processor_seconds,
+        "step": solution.seconds / chain.compute_seconds,
+        "continuous": (solution.model_seconds or 0.0) / chain.compute_seconds,
+    }
+    reach = (
+        f" (reach {REACH_SECONDS[chain.num_stages]:g} s)" if slots == 50 and chain.num_stages in REACH_SECONDS else ""
+    )
     print(
-        f"{num_stages:4} stages, 50 slots, share {share}: {seconds:7.2f} s (reach {REACH_SECONDS[num_stages]:g} s), "
-        f"step {solution.seconds / chain.compute_seconds:.4f}x, continuous model {model:.4f}x",
+        f"{chain.name:34.34} {chain.num_stages:4} stages, {slots:3} slots, share {share}: {seconds:7.2f} s{reach}, "
+        f"processor {processor_seconds:7.2f} s, step {found['step']:.4f}x, continuous model {found['continuous']:.4f}x",
         flush=True,
     )
-    return num_stages, share, seconds
+    return found
 
 
-def slots_row(num_stages: int, slots: int) -> tuple[int, int, float]:
-    chain = chain_of(num_stages)
-    solution, seconds = solved(chain, 0.2, slots)
-    model = (solution.model_seconds or 0.0) / chain.compute_seconds
-    print(
-        f"{num_stages:4} stages, {slots:3} slots: {seconds:7.2f} s, "
-        f"step {solution.seconds / chain.compute_seconds:.4f}x, continuous model {model:.4f}x",
-        flush=True,
-    )
-    return num_stages, slots, seconds
-
-
-def example_row(path: Path) -> None:
+def example_row(chain: lowtide.Chain, share: float) -> dict[str, Any]:
     """What 50 slots lose against 200, and what conversion costs, on one of the example networks."""
-    chain = lowtide.Chain.from_dict(json.loads(path.read_text()))
-    for share in SHARES:
-        few, many = (solved(chain, share, slots)[0] for slots in (50, 200))
-        print(
-            f"{path.stem:24} share {share}: 50 slots {few.seconds / chain.compute_seconds:.4f}x, 200 slots "
-            f"{many.seconds / chain.compute_seconds:.4f}x, loss {100 * (few.seconds / many.seconds - 1):+.2f} %, "
-            f"conversion {100 * (few.seconds / (few.model_seconds or few.seconds) - 1):+.2f} %",
-            flush=True,
-        )
+    few, many = (row(chain, share, slots) for slots in (50, 200))
+    loss, conversion = few["step"] / many["step"] - 1, few["step"] / few["continuous"] - 1
+    print(f"{chain.name:34.34} loss of 50 slots {100 * loss:+.2f} %, conversion {100 * conversion:+.2f} %", flush=True)
+    return {"few": few, "many": many, "loss": loss, "conversion": conversion}
 
 
-def draw(path: Path, by_stages: list[tuple[int, float, float]], by_slots: list[tuple[int, int, float]]) -> None:
+def draw(path: Path, by_stages: list[dict[str, Any]], by_slots: list[dict[str, Any]]) -> None:
     import matplotlib
 
     matplotlib.use("agg")
@@ -108,14 +116,14 @@ def draw(path: Path, by_stages: list[tuple[int, float, float]], by_slots: list[t
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
     for share in SHARES:
-        points = [(stages, seconds) for stages, own, seconds in by_stages if own == share]
+        points = [(r["num_stages"], r["processor_seconds"]) for r in by_stages if r.get("share") == share]
         left.loglog(*zip(*points, strict=True), marker="o", label=f"share {share}")
     left.loglog(list(REACH_SECONDS), list(REACH_SECONDS.values()), "k--", label="reach")
-    left.set(xlabel="stages", ylabel="solve seconds", title="50 slots")
-    for num_stages in dict.fromkeys(entry[0] for entry in by_slots):
-        points = [(slots, seconds) for stages, slots, seconds in by_slots if stages == num_stages]
+    left.set(xlabel="stages", ylabel="processor seconds", title="50 slots")
+    for num_stages in dict.fromkeys(r["num_stages"] for r in by_slots):
+        points = [(r["slots"], r["processor_seconds"]) for r in by_slots if r["num_stages"] == num_stages]
         right.loglog(*zip(*points, strict=True), marker="o", label=f"{num_stages} stages")
-    right.set(xlabel="slots", ylabel="solve seconds", title="share 0.2")
+    right.set(xlabel="slots", ylabel="processor seconds", title="share 0.2")
     for axes in (left, right):
         axes.legend()
         axes.grid(visible=True, which="both", alpha=0.3)

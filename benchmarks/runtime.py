@@ -25,7 +25,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import capture
-from lowtide.runtime.compiled import CompiledUnits
+from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure import capture_and_measure, measure_split
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds
@@ -161,9 +161,9 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
     attempt(rows, Row(network.name, "plain, eager"), plain)
     compiled = None
     if network.compiled:
-        split = capture(model, batch)
-        compiled = CompiledUnits(model, split, {"dynamic": False})
-        attempt(rows, Row(network.name, "plain, compiled units"), plain)
+        split = capture(model, batch, blocks=True)
+        compiled = CompiledStages(model, split, {"dynamic": False})
+        attempt(rows, Row(network.name, "plain, compiled blocks"), plain)
         chain = measure_split(model, split, batch)
     else:
         split, chain = capture_and_measure(model, batch)

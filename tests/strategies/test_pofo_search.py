@@ -8,7 +8,7 @@ from tests.chains import random_chain, random_chains, with_random_seconds
 from tests.continuous import best_seconds, schedules
 
 from lowtide import Chain, Schedule, simulate
-from lowtide.strategies.pofo_bounds import least_rest
+from lowtide.strategies.pofo_bounds import least_rest, rest_of
 from lowtide.strategies.pofo_search import ContinuousModel
 
 BANDWIDTHS = (1, 2, 5, 20)
@@ -47,7 +47,7 @@ def test_the_bound_never_exceeds_the_best() -> None:
         model = ContinuousModel.of(chain, bandwidth, recompute=True)
         budget = rng.randint(model.minimum_bytes, max(model.minimum_bytes, highest(chain)))
         room = budget - chain.fixed_bytes - chain.input_bytes
-        bound = least_rest(model.bounds, 1, room, 0.0, 0.0, float(bandwidth))
+        bound = least_rest(rest_of(model.bounds, 1), room / bandwidth, 0.0, 0.0)
         assert bound <= best_seconds(chain, budget, bandwidth) * (1 + 1e-9)
 
 

@@ -167,8 +167,8 @@ class StageBuffers:
         for index in snapshot.statistics:
             if not self._places[index].module.training:
                 raise ExecutionError(
-                    f"the module of buffer {self._places[index].path!r} was switched from train() to eval() between "
-                    "forward and backward; switch after the backward pass"
+                    f"the module of buffer {self._places[index].path!r} was switched between train() and eval() "
+                    "between forward and backward; switch after the backward pass"
                 )
 
     def rewritten(self, snapshot: Snapshot | None) -> set[int]:

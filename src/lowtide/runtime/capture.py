@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import CaptureError
+from lowtide.runtime.capture_blocks import whole_blocks
 from lowtide.runtime.capture_cuts import (
     Cut,
     Cuts,
@@ -44,6 +45,7 @@ def capture(
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
     closed: frozenset[str] = frozenset(),
+    blocks: bool = False,
 ) -> Split:
     """Find the stages of a model.
 
@@ -55,6 +57,7 @@ def capture(
             a stage too. None: the finest useful chain.
         loss: what the caller computes from the model's output, where it is known.
         closed: paths of submodules that are not to be cut inside.
+        blocks: cut between the repeated blocks of the model, not inside them; see `lowtide.runtime.capture_blocks`.
 
     Returns:
         The split; see `lowtide.runtime.split`.
@@ -73,6 +76,8 @@ def capture(
     with preserved(model):
         observation = watch(model, called.with_keywords(keywords), loss)
     _refuse_what_cannot_work(observation)
+    if blocks:
+        closed |= whole_blocks(model, observation)
     if stages is None:
         cuts = choose(observation, possible_cuts(observation, closed))
     else:

@@ -35,6 +35,18 @@ class Coarse:
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def finest(cls, split: Split, schedule: Schedule) -> Coarse:
+        """Nothing joined.
+
+        Raises:
+            PlanError: where the schedule speaks of stages that the split has not.
+        """
+        largest = max((operation.stage for operation in schedule.operations), default=0)
+        if largest > split.num_stages:
+            raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+        return cls(split, schedule.operations, (1,) * split.num_stages)
+
 
 def coarsened(split: Split, schedule: Schedule) -> Coarse:
     """Join the stages that a schedule always treats alike.
@@ -49,9 +61,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
         >>> coarsened(split, plain).operations
         (Forward(stage=1, save='all', variant=0), Backward(stage=1))
     """
-    largest = max((operation.stage for operation in schedule.operations), default=0)
-    if largest > split.num_stages:
-        raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+    Coarse.finest(split, schedule)  # refuses what does not belong together
     groups: list[list[int]] = []
     joined = _joined(schedule.operations, split.num_stages)
     for k in range(1, split.num_stages + 1):

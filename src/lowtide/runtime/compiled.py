@@ -1,18 +1,93 @@
-"""Compiling the units of a split: each by itself, so that equal ones share one compilation and stages stay apart."""
+"""Compiling the units of a split, each in several variants.
+
+A *variant* of a stage is the same code compiled under another value of PyTorch's `activation_memory_budget`: the share
+of its intermediate values that a compiled function may save for its backward, which computes the rest again by itself.
+Variant 0 is compiled as the user's own settings say.
+
+Equal stages share compilations. Dynamo keeps what it compiled at the code object of a function, and at most a few
+entries there: so each kind of stage, and each variant of it, has a function of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.runtime.split import Split
+from lowtide.errors import PlanError
+from lowtide.runtime.split import Split, StageSplit
+
+DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
+"""Shares for `activation_memory_budget`: a transformer block saves 2/3 at 0.8 in the same time (element-wise operations
+are made again), 2/5 at 0.4, and at 0.0 its input alone."""
+
+# Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
+_MOST_KINDS = 12
+
+# Compiled functions that are kept for the next `fit`: a few models with all their kinds and variants.
+_MOST_FUNCTIONS = 256
+
+_ATTRIBUTE = "_compiled_call_impl"
 
 
-class CompiledUnits:
-    """Units that run compiled until `remove` is called.
+def variant_name(budget: float) -> str:
+    """The name, in chains and reports, of the variant compiled under an `activation_memory_budget`."""
+    return f"budget {budget:g}"
+
+
+class Choice:
+    """Which variant the compiled units of one model run as; all of them at once.
+
+    Args:
+        names: of the variants; variant 0 first.
+    """
+
+    __slots__ = ("index", "names")
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.index = 0
+
+    @contextmanager
+    def running(self, index: int) -> Iterator[None]:
+        """Run as a variant within the block."""
+        previous, self.index = self.index, index
+        try:
+            yield
+        finally:
+            self.index = previous
+
+
+class CompiledCall:
+    """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
+
+    __slots__ = ("_functions", "_module", "choice")
+
+    def __init__(self, module: nn.Module, functions: Sequence[Callable[..., Any]], choice: Choice) -> None:
+        self._module = weakref.ref(module)
+        self._functions = tuple(functions)
+        self.choice = choice
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; one that has no other variants runs as its only one."""
+        index = self.choice.index
+        return self._functions[index if index < len(self._functions) else 0](self._module(), *args, **kwargs)
+
+    @property
+    def num_variants(self) -> int:
+        """How many ways it can run."""
+        return len(self._functions)
+
+
+class CompiledStages:
+    """The stages of a split, whose units run compiled from `install` until `remove`; installed when made.
 
     Units without submodules (one layer each) stay as they are: there is nothing to fuse in them.
 
@@ -20,22 +95,178 @@ class CompiledUnits:
         model: the model.
         split: its stages.
         options: for `torch.compile`.
+        budgets: of the variants beside variant 0.
     """
 
-    def __init__(self, model: nn.Module, split: Split, options: Mapping[str, Any]) -> None:
-        self._modules: list[nn.Module] = []
-        for path in split.paths:
-            module = model.get_submodule(path)
-            if path and next(module.children(), None) is not None and "_compiled_call_impl" not in vars(module):
-                module.compile(**options)
-                self._modules.append(module)
+    def __init__(
+        self, model: nn.Module, split: Split, options: Mapping[str, Any], budgets: Sequence[float] = ()
+    ) -> None:
+        compilers = _compilers(model, options, budgets)
+        self.choice = Choice(("", *map(variant_name, budgets)))
+        self._calls: list[tuple[nn.Module, CompiledCall]] = []
+        self._num_variants: dict[int, int] = {}
+        compiled: dict[int, CompiledCall] = {}
+        units = list(_units_to_compile(model, split))
+        with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
+        for k, stage, place, module in units:
+            if id(module) not in compiled:  # else it is called in several places
+                used = compilers if stage.kind in with_variants else compilers[:1]
+                kind = (type(module), stage.kind or (id(model), stage.name), place)
+                functions = [_compiled_function(kind, each) for each in used]
+                compiled[id(module)] = CompiledCall(module, functions, self.choice)
+                self._calls.append((module, compiled[id(module)]))
+            self._num_variants[k] = max(self.num_variants(k), compiled[id(module)].num_variants)
+        self.install()
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._calls)
+
+    def num_variants(self, k: int) -> int:
+        """How many ways stage k can run; 1 where nothing of it is compiled."""
+        return self._num_variants.get(k, 1)
+
+    def install(self) -> None:
+        """Run the units compiled."""
+        for module, call in self._calls:
+            vars(module)[_ATTRIBUTE] = call
 
     def remove(self) -> None:
         """Run them as before."""
-        for module in self._modules:
-            vars(module).pop("_compiled_call_impl", None)
-        self._modules = []
+        for module, _ in self._calls:
+            if isinstance(vars(module).get(_ATTRIBUTE), CompiledCall):
+                del vars(module)[_ATTRIBUTE]
         torch.clear_autocast_cache()
+
+
+def choice_of(model: nn.Module, split: Split) -> Choice | None:
+    """How the variants of a model's stages are chosen, where they are compiled."""
+    for path in split.paths:
+        call = vars(model.get_submodule(path)).get(_ATTRIBUTE)
+        if isinstance(call, CompiledCall) and len(call.choice.names) > 1:
+            return call.choice
+    return None
+
+
+def budget_of(name: str) -> float:
+    """The inverse of `variant_name`.
+
+    Raises:
+        PlanError: for another name.
+    """
+    word, _, number = name.partition(" ")
+    try:
+        if word != "budget":
+            raise ValueError
+        return float(number)
+    except ValueError:
+        raise PlanError(f"variant {name!r} is not one that lowtide compiles ('budget 0.4'); measure anew") from None
+
+
+def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, StageSplit, int, nn.Module]]:
+    """(stage from 1, the stage, the unit's place in it, its module) of each unit with something to fuse in it."""
+    for k, stage in enumerate(split.stages, start=1):
+        for place, unit in enumerate(stage.units):
+            module = model.get_submodule(unit.path)
+            if unit.path and next(module.children(), None) is not None and _ATTRIBUTE not in vars(module):
+                yield k, stage, place, module
+
+
+def _most_frequent(kinds: Iterable[str]) -> set[str]:
+    return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
+
+
+class _Compiler:
+    """How one variant is compiled; two that do the same are equal.
+
+    Args:
+        options: for `torch.compile`.
+        budget: the `activation_memory_budget` in force; None: the one that is.
+    """
+
+    def __init__(self, options: Mapping[str, Any], budget: float | None = None) -> None:
+        self._options = dict(options)
+        self._budget = budget
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Compiler):
+            return NotImplemented
+        return (self._options, self._budget) == (other._options, other._budget)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self._options)), self._budget))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, to be compiled when it is first called."""
+        if self._budget is None:
+            return torch.compile(function, **self._options)
+        rest = {key: value for key, value in self._options.items() if key not in ("mode", "options")}
+        return torch.compile(function, **{**rest, "backend": _backend(self._options, self._budget)})
+
+
+def _compilers(model: nn.Module, options: Mapping[str, Any], budgets: Sequence[float]) -> list[_Compiler]:
+    """Of each variant, variant 0 first."""
+    options = _with_exact_casts(model, options) if budgets else options
+    return [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
+
+
+@functools.lru_cache(maxsize=_MOST_FUNCTIONS)
+def _compiled_function(kind: Hashable, compiler: _Compiler) -> Callable[..., Any]:
+    """The function for one kind of unit, which equal ones share: in one model, and from one `fit` to the next."""
+    return compiler.compiled(_fresh_function())
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _fresh_function() -> Callable[..., Any]:
+    """`_call` with a code object of its own, where Dynamo keeps what it compiles."""
+    return FunctionType(_call.__code__.replace(), _call.__globals__, "stage")
+
+
+def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
+    """The backend that the options name, with the budget in force whenever it compiles."""
+    named = options.get("backend", "inductor")
+    settings: dict[str, Any] = {}
+    if named == "inductor":
+        settings["config_patches"] = _inductor_options(options)
+    else:
+        settings = {key: options[key] for key in ("mode", "options") if options.get(key)}
+
+    def compile_graph(graph: Any, inputs: Any, **more: Any) -> Any:
+        from torch._dynamo import lookup_backend  # importing it takes seconds
+        from torch._functorch import config
+
+        backend = lookup_backend(named) if isinstance(named, str) else named
+        with config.patch(activation_memory_budget=budget):
+            return backend(graph, inputs, **settings, **more)
+
+    return compile_graph
+
+
+def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `mode` and `options` of `torch.compile` come to."""
+    mode, given = options.get("mode"), options.get("options") or {}
+    if mode in (None, "default"):
+        return dict(given)
+    from torch._inductor import list_mode_options
+
+    return {**list_mode_options(mode), **given}
+
+
+def _with_exact_casts(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which inductor rounds to 16 bits wherever eager mode does.
+
+    Otherwise what a fused kernel hands on is rounded where it is saved and not where it is computed again: each
+    variant would have gradients of its own.
+    """
+    if options.get("backend", "inductor") != "inductor" or not _computes_in_16_bits(model):
+        return dict(options)
+    rest = {key: value for key, value in options.items() if key != "mode"}  # torch takes one of the two
+    return {**rest, "options": {"emulate_precision_casts": True, **_inductor_options(options)}}
+
+
+def _computes_in_16_bits(model: nn.Module) -> bool:
+    short = (torch.bfloat16, torch.float16)
+    types = {parameter.device.type for parameter in model.parameters()}
+    return any(p.dtype in short for p in model.parameters()) or any(torch.is_autocast_enabled(t) for t in types)

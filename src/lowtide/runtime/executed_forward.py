@@ -42,6 +42,7 @@ class ExecutedForward(StagedForward):
             self.step.release()
             raise
         finally:
+            self.machine.variants.end()
             for tape in self.tapes.values():
                 tape.close()
         reach = partial(self.step.reach, self.stage)
@@ -59,6 +60,7 @@ class ExecutedForward(StagedForward):
             inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
             step.values[("a", 0)] = inputs
         step.before_first(k)
+        machine.variants.begin(k)
         super().begin_stage(k)
         run, mode = step.runs[k], step.program.modes[step.program.first[k]]
         run.tape = self.tape
@@ -113,5 +115,6 @@ class ExecutedForward(StagedForward):
         """Run one call of the current stage under its hooks."""
         if self._hooks is None:
             return super().invoke(name, call, args, kwargs, module)
+        self.step.runs[self.stage].placeholders.begin_call(name)
         with self._hooks:
             return super().invoke(name, call, args, kwargs, module)

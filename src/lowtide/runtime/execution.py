@@ -12,7 +12,7 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.runtime.cargo import Tier
-from lowtide.runtime.coarse import coarsened
+from lowtide.runtime.coarse import Coarse, coarsened
 from lowtide.runtime.executed_forward import ExecutedForward
 from lowtide.runtime.executor import Step
 from lowtide.runtime.interception import Interception
@@ -20,6 +20,7 @@ from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Program
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
+from lowtide.runtime.variants import StageVariants
 from lowtide.schedule import Schedule
 
 # The steps whose times are remembered: enough for a median.
@@ -53,11 +54,13 @@ class Execution:
         self.split = split
         self.schedule = schedule
         self.chain = chain
-        coarse = coarsened(split, schedule)
+        # Strict mode is for finding out which stage differs, so each runs by itself there.
+        coarse = Coarse.finest(split, schedule) if strict else coarsened(split, schedule)
         program = Program.of(schedule, coarse)
         layout = Layout.of(coarse.split).without_units_of(program.unwatched)
         self._interception = Interception(model, layout.units, handler)
-        self.machine = Machine(model, coarse.split, layout, program, tier, strict=strict)
+        variants = StageVariants.of(model, split, program, chain)
+        self.machine = Machine(model, coarse.split, layout, program, tier, strict=strict, variants=variants)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self) -> None:

@@ -291,6 +291,7 @@ class Step:
             pack = _copying(pack, rewritten)
         with (
             _MarkedAsRecomputing(),
+            self.machine.variants.running(k),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
             self._kernels.applied(),

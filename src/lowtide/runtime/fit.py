@@ -18,7 +18,7 @@ from lowtide.files import read_json
 from lowtide.runtime.attach import check_legal, device_of, tier_for
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import CompiledUnits
+from lowtide.runtime.compiled import DEFAULT_BUDGETS, CompiledStages
 from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.distributed import is_distributed, is_first, share
 from lowtide.runtime.execution import Execution
@@ -54,6 +54,7 @@ def fit(
     stages: StageNames | None = None,
     grads_resident: bool = False,
     compile_stages: bool | Mapping[str, Any] = False,
+    variants: bool | str = True,
     replan: bool = True,
     slots: int | None = None,
     strict: bool = False,
@@ -74,8 +75,11 @@ def fit(
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
-        compile_stages: compile each stage (`torch.compile`), and plan with the compiled ones; a mapping holds options
+        compile_stages: compile each block (`torch.compile`), and plan with the compiled ones; a mapping holds options
             for `torch.compile`.
+        variants: with `compile_stages`, also compile each block so that it saves less and computes more again inside
+            its own backward, and let the solver choose block by block among those with the same gradients;
+            `"rounding"`: also among those whose gradients differ by rounding; False: do not.
         replan: plan again for calls with larger shapes; False: other shapes are refused.
         slots: how finely strategies discretise memory.
         strict: compare what a repeated forward saves with the first, byte by byte; slow.
@@ -110,6 +114,8 @@ def fit(
         strict=strict,
         progress=progress,
         compile_options=_compile_options(compile_stages),
+        variant_budgets=DEFAULT_BUDGETS if _wants_variants(variants) else (),
+        allow_rounding=variants == "rounding",
     )
     fitting = _Fitting(model, settings)
     if not is_distributed():
@@ -137,6 +143,12 @@ def _compile_options(compile_stages: bool | Mapping[str, Any]) -> dict[str, Any]
     return {"dynamic": False, **(compile_stages if isinstance(compile_stages, Mapping) else {})}
 
 
+def _wants_variants(variants: bool | str) -> bool:
+    if variants not in (True, False, "rounding"):
+        raise ValueError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
+    return bool(variants)
+
+
 class _Fitting:
     """One `fit`: makes the first part of a plan, parts for other shapes, and corrects what a real step shows."""
 
@@ -144,7 +156,7 @@ class _Fitting:
         self._model = model
         self.settings = settings
         self._device = device_of(model)
-        self._compiled: CompiledUnits | None = None
+        self._compiled: list[CompiledStages] = []
         self._planned: Planned | None = None
         self._corrected = False
 
@@ -163,21 +175,19 @@ class _Fitting:
 
     def part(self, sample: Sample, handler: Handler) -> Part:
         """Plan for one signature of calls."""
+        self._undo()
         with preserved(self._model):
             self._model.train()
-            self._undo()
             planned, compiled = plan_for(self._model, _apart(sample), self.settings)
-            options = self.settings.compile_options
-        if compiled is not None and options is not None:
-            compiled.remove()  # those were for measuring; `preserved` has taken them away
-            self._compiled = CompiledUnits(self._model, planned.split, options)
+        if compiled is not None:
+            compiled.install()  # `preserved` has taken them away
+            self._compiled.append(compiled)
         self._planned = planned
         return self._part(planned, Signature.of(sample.args, sample.kwargs, self._device.type), handler)
 
     def _undo(self) -> None:
-        if self._compiled is not None:
-            self._compiled.remove()
-            self._compiled = None
+        for compiled in self._compiled:
+            compiled.remove()
 
     def _part(self, planned: Planned, signature: Signature | None, handler: Handler) -> Part:
         return Part(

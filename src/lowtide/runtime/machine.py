@@ -17,6 +17,7 @@ from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
+from lowtide.runtime.variants import StageVariants
 
 
 class Counters:
@@ -38,16 +39,26 @@ class Machine:
         program: the schedule.
         tier: where values go that leave the device.
         strict: compare the values that a repeated forward saves with the first's.
+        variants: as which the stages run.
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, layout: Layout, program: Program, tier: Tier, *, strict: bool = False
+        self,
+        model: nn.Module,
+        split: Split,
+        layout: Layout,
+        program: Program,
+        tier: Tier,
+        *,
+        strict: bool = False,
+        variants: StageVariants | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
         self.program = program
         self.tier = tier
         self.strict = strict
+        self.variants = variants or StageVariants(None)
         self.generators = Generators.of(model)
         self.counters = Counters()
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}

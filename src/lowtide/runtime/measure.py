@@ -22,14 +22,16 @@ import gc
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lowtide.chain import Chain, Stage
+from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
 from lowtide.runtime.capture import StageNames, capture
+from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure_figures import Progress, StageFigures, measured_stages, stage_overhead
 from lowtide.runtime.measure_stages import UnfaithfulStageError
 from lowtide.runtime.measure_time import NOTHING, Timing, paced
@@ -47,6 +49,8 @@ from lowtide.runtime.split import Split
 
 # How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
 _MOST_ATTEMPTS = 8
+
+Result = TypeVar("Result")
 
 
 def measure(
@@ -104,15 +108,32 @@ def capture_and_measure(
     loss: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> tuple[Split, Chain]:
-    """The split and the chain of a model; arguments as for `measure`.
+    """The split and the chain of a model; arguments as for `measure`."""
+
+    def work(split: Split) -> Chain:
+        return measure_split(model, split, sample, loss=loss, **options)
+
+    return capture_for(work, model, sample, stages=stages, loss=loss)
+
+
+def capture_for(
+    work: Callable[[Split], Result],
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: bool = False,
+) -> tuple[Split, Result]:
+    """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
     Where a stage turns out to do something else when it runs again, the model is cut less finely there.
     """
     closed: frozenset[str] = frozenset()
     for _ in range(_MOST_ATTEMPTS):
-        split = capture(model, sample, stages=stages, loss=loss, closed=closed)
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
         try:
-            return split, measure_split(model, split, sample, loss=loss, **options)
+            return split, work(split)
         except UnfaithfulStageError as error:
             opened = opened_in(model, split, error.stage)
             if stages is not None or not opened - closed:
@@ -148,8 +169,14 @@ def measure_split(
     name: str | None = None,
     grads_resident: bool = False,
     progress: Progress | None = None,
+    compiled: CompiledStages | None = None,
+    allow_rounding: bool = False,
 ) -> Chain:
-    """Measure a model that has been captured; arguments as for `measure`."""
+    """Measure a model that has been captured; arguments as for `measure`.
+
+    With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
+    where that is allowed).
+    """
     called = Sample.of(sample)
     device = device_of(model, called)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())  # before anything is run: it may refuse
@@ -157,7 +184,9 @@ def measure_split(
     with Meter(device) as meter:
         start_bytes = meter.live_bytes
     with preserved(model), _no_autocast_cache():
-        figures, held_bytes = measured_stages(model, split, called, loss, device, progress)
+        figures, held_bytes = measured_stages(
+            model, split, called, loss, device, progress, compiled, allow_rounding=allow_rounding
+        )
         overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves
     kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
@@ -215,35 +244,72 @@ def _stages(
 ) -> list[Stage]:
     n = split.num_stages
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    forwards = [figure.forward.without_overhead(overhead[0]) for figure in figures]
-    backwards = [figure.backward.without_overhead(overhead[1]) for figure in figures]
-    seconds = paced([*forwards, *reversed(backwards)])
+    names = list(dict.fromkeys(name for figure in figures for name, _ in figure.variants))
+    seconds = _paced_seconds(figures, overhead)
+    seconds_as = {name: _paced_seconds([figure.variant(name) for figure in figures], overhead) for name in names}
     # in the stages before the last one the caller still has the result, and the gradients with which backward began
     result_bytes = figures[-1].output_bytes + figures[-1].grad_bytes
     stages = []
     for k, (entry, figure, weight) in enumerate(zip(split.stages, figures, weights, strict=True), start=1):
         kept_bytes = result_bytes if k < n else 0
-        extra_bytes = max(0, figure.backward_peak_bytes - weight.weight_grad_bytes + kept_bytes)
         # a gradient that a later stage has made already is added to in a third place, autograd's sum of the two
-        extra_bytes += max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
+        more_bytes = max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
         if grads_resident:  # each new gradient stands beside the old one until it is added to it
-            extra_bytes += figure.largest_weight_grad_bytes
-        stages.append(
-            Stage(
-                entry.name,
-                forward_seconds=seconds[k - 1],
-                backward_seconds=seconds[2 * n - k],
-                output_bytes=figure.output_bytes,
-                saved_bytes=figure.saved_bytes,
-                grad_bytes=figure.grad_bytes,
-                forward_extra_bytes=figure.forward_extra_bytes + kept_bytes,
-                backward_extra_bytes=extra_bytes,
-                weight_bytes=weight.weight_bytes,
-                weight_grad_bytes=weight.weight_grad_bytes,
-                optimizer_bytes=weight.optimizer_bytes,
-            )
+            more_bytes += figure.largest_weight_grad_bytes
+        stage = Stage(
+            entry.name,
+            forward_seconds=seconds[k - 1][0],
+            backward_seconds=seconds[k - 1][1],
+            output_bytes=figure.output_bytes,
+            saved_bytes=figure.saved_bytes,
+            grad_bytes=figure.grad_bytes,
+            forward_extra_bytes=figure.forward_extra_bytes + kept_bytes,
+            backward_extra_bytes=_backward_extra_bytes(figure, weight, kept_bytes) + more_bytes,
+            weight_bytes=weight.weight_bytes,
+            weight_grad_bytes=weight.weight_grad_bytes,
+            optimizer_bytes=weight.optimizer_bytes,
         )
+        variants = [
+            Variant(
+                name,
+                *seconds_as[name][k - 1],
+                max(each.saved_bytes, figure.output_bytes),
+                each.forward_extra_bytes + kept_bytes,
+                _backward_extra_bytes(each, weight, kept_bytes) + more_bytes,
+            )
+            for name, each in figure.variants
+        ]
+        stages.append(replace(stage, variants=tuple(_not_dominated(stage, variants))))
     return stages
+
+
+def _paced_seconds(figures: Sequence[StageFigures], overhead: tuple[Timing, Timing]) -> list[tuple[float, float]]:
+    """(forward, backward) of each stage in a step that runs all of them so."""
+    forwards = [figure.forward.without_overhead(overhead[0]) for figure in figures]
+    backwards = [figure.backward.without_overhead(overhead[1]) for figure in figures]
+    seconds = paced([*forwards, *reversed(backwards)])
+    return list(zip(seconds[: len(figures)], reversed(seconds[len(figures) :]), strict=True))
+
+
+def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes: int) -> int:
+    return max(0, figure.backward_peak_bytes - weight.weight_grad_bytes + kept_bytes)
+
+
+def _not_dominated(stage: Stage, variants: Sequence[Variant]) -> list[Variant]:
+    """Those variants to which no other, nor the stage itself, is preferable in both time and bytes."""
+    kept: list[Variant] = []
+    for variant in sorted(variants, key=lambda v: (v.saved_bytes, _seconds(v))):
+        others: list[Stage | Variant] = [stage, *variants]
+        better = [o for o in others if o.saved_bytes < variant.saved_bytes and _seconds(o) <= _seconds(variant)]
+        same: list[Stage | Variant] = [stage, *kept]
+        equal = [o for o in same if o.saved_bytes == variant.saved_bytes]
+        if not better and not (equal and min(map(_seconds, equal)) <= _seconds(variant)):
+            kept.append(variant)
+    return kept[::-1]  # the one that saves the most first
+
+
+def _seconds(way: Stage | Variant) -> float:
+    return way.forward_seconds + way.backward_seconds
 
 
 def _provenance(
@@ -255,6 +321,7 @@ def _provenance(
         "torch": torch.__version__,
         "sample": [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in sample.tensors()],
         "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
+        "notes": [note for figure in figures for note in figure.notes],
         "num_kinds": len({stage.kind for stage in split.stages}),
         "held_bytes": split.held_bytes,
         "split": split.to_dict(),  # `lowtide.attach` finds the stages by it

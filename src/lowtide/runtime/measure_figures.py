@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure_backward import BackwardStart
 from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
 from lowtide.runtime.measure_time import NOTHING, Timing, timed
+from lowtide.runtime.measure_variants import VariantCheck
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split, StageSplit, Unit
@@ -36,6 +39,8 @@ class StageFigures:
         held: the origins of the held tensors whose gradients its backward adds to.
         forward: time of a forward that saves all.
         backward: time of the backward.
+        variants: the names and figures of other ways to run it, each found to compute the same.
+        notes: what people should know of it, such as variants that were refused.
     """
 
     output_bytes: int = 0
@@ -49,6 +54,12 @@ class StageFigures:
     held: tuple[tuple[int, int], ...] = ()
     forward: Timing = NOTHING
     backward: Timing = NOTHING
+    variants: tuple[tuple[str, StageFigures], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def variant(self, name: str) -> StageFigures:
+        """The figures of a variant; the stage's own where it has none of that name."""
+        return next((figures for found, figures in self.variants if found == name), self)
 
 
 @dataclass(slots=True)
@@ -67,6 +78,9 @@ def measured_stages(
     loss: Callable[[Any], Any] | None,
     device: torch.device,
     progress: Progress | None,
+    compiled: CompiledStages | None = None,
+    *,
+    allow_rounding: bool = False,
 ) -> tuple[list[StageFigures], int]:
     """The figures of each stage, and the bytes held on top of the chain: tensors and their gradients."""
     staged = _recorded(model, split, sample, loss, device)
@@ -75,15 +89,22 @@ def measured_stages(
     of_kind: dict[str, StageFigures] = {}
     inputs = staged.first_inputs()
     for k, stage in enumerate(split.stages, start=1):
-        if progress is not None:
-            progress(stage.name, (k - 1) / split.num_stages)
+        report = partial(_report, progress, stage.name, (k - 1) / split.num_stages)
+        report("")
         known = of_kind.get(stage.kind)
         figure = measurer.measured(k, inputs) if known is None else measurer.like(known, k, inputs)
+        if known is None and compiled is not None:
+            figure = measurer.with_variants(figure, k, inputs, compiled, report, allow_rounding=allow_rounding)
         if stage.kind:
             of_kind[stage.kind] = figure
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
     return figures, _held_bytes(staged, figures)
+
+
+def _report(progress: Progress | None, stage: str, share: float, variant: str) -> None:
+    if progress is not None:
+        progress(f"{stage}, compiling as {variant}" if variant else stage, share)
 
 
 def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
@@ -149,13 +170,48 @@ class _Measurer:
         with nothing_saved([]):
             run = self._forward(k, self._staged.leaves(k, inputs))
         parameters, held = self._reached(k, leaves_behind(run.starts))
-        return replace(figure, parameters=parameters, held=held)
+        return replace(figure, parameters=parameters, held=held, notes=())
+
+    def with_variants(
+        self,
+        figure: StageFigures,
+        k: int,
+        inputs: Sequence[torch.Tensor],
+        compiled: CompiledStages,
+        report: Callable[[str], None],
+        *,
+        allow_rounding: bool,
+    ) -> StageFigures:
+        """The figures with those of the stage's variants that compute the same."""
+        num_variants, choice = compiled.num_variants(k), compiled.choice
+        if num_variants == 1:
+            return figure
+        check = VariantCheck(self._staged, k, inputs, choice, allow_rounding=allow_rounding)
+        found, notes = [], []
+        for index, name in list(enumerate(choice.names))[1:num_variants]:
+            report(name)
+            refusal = check.refusal(index)
+            if refusal is not None:
+                notes.append(
+                    f"stage {self._staged.split.stages[k - 1].name!r}: variant {name!r} is not used: {refusal}"
+                )
+                continue
+            with choice.running(index):
+                found.append((name, self.measured(k, inputs)))
+        return replace(figure, variants=tuple(found), notes=tuple(notes))
 
     def with_first_peak(self, figure: StageFigures, k: int) -> StageFigures:
         """The figures with the peak of the model's own run where that is higher."""
         left_bytes = figure.saved_bytes if k == self._staged.num_stages else figure.output_bytes
         extra_bytes = self._staged.first_peak_bytes[k - 1] - left_bytes - figure.own_held_bytes
-        return replace(figure, forward_extra_bytes=max(figure.forward_extra_bytes, extra_bytes))
+        more_bytes = max(0, extra_bytes - figure.forward_extra_bytes)
+        variants = tuple(
+            (name, replace(each, forward_extra_bytes=each.forward_extra_bytes + more_bytes))
+            for name, each in figure.variants
+        )
+        # a stage whose backward runs as a variant runs forward as that variant, too
+        most_bytes = max(figure.forward_extra_bytes, *(each.forward_extra_bytes for _, each in figure.variants), 0)
+        return replace(figure, forward_extra_bytes=most_bytes + more_bytes, variants=variants)
 
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""

@@ -154,6 +154,18 @@ class StagedModel:
         """Stage k, counted from 1."""
         return self._recording.stage(k)
 
+    def buffers(self, k: int) -> list[torch.Tensor]:
+        """The buffers of stage k's units."""
+        return [buffer for buffer, _ in self._buffers[k - 1]]
+
+    def has_drawn(self, k: int) -> bool:
+        """Whether the generators are other than when stage k began: asked after a run of it."""
+        return _Generators() != self._generators[k - 1]
+
+    def generator_states(self) -> list[torch.Tensor]:
+        """The states of the default generators now."""
+        return _Generators().states
+
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""
         given = tensors_of((self._sample.args, self._sample.kwargs))
@@ -257,6 +269,17 @@ class _Generators:
         self._cpu = torch.get_rng_state()
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._cuda = torch.cuda.get_rng_state() if on_cuda else None
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return [self._cpu] if self._cuda is None else [self._cpu, self._cuda]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Generators) or len(self.states) != len(other.states):
+            return NotImplemented
+        return all(map(torch.equal, self.states, other.states))
+
+    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)

@@ -53,6 +53,7 @@ def plan_text(
             parts.append(f"peak {format_bytes(stats.measured_peak_bytes)}")
         lines.append(f"  measured   {', '.join(parts)} ({stats.num_steps} steps)")
     lines += _what_happens(schedule, split)
+    lines += _variants(schedule, split, chain)
     lines += [f"  note       {note}" for note in notes]
     return "\n".join(lines)
 
@@ -68,6 +69,23 @@ def _what_happens(schedule: Schedule, split: Split) -> list[str]:
         if stages:
             lines.append(f"  {title:<10} {_names(split, stages)}")
     return lines
+
+
+def _variants(schedule: Schedule, split: Split, chain: Chain | None) -> list[str]:
+    """Which stages run as which variant; those that are not named run as they are."""
+    if chain is None:
+        return []
+    stages_of: dict[str, list[int]] = {}
+    for operation in schedule.operations:
+        if isinstance(operation, Forward) and operation.save == "all" and operation.variant:
+            name = chain.stage(operation.stage).variants[operation.variant - 1].name
+            if operation.stage not in stages_of.setdefault(name, []):
+                stages_of[name].append(operation.stage)
+    titles = ["variants", *[""] * (len(stages_of) - 1)]
+    return [
+        f"  {title:<10} {name}: {_names(split, sorted(stages))}"
+        for title, (name, stages) in zip(titles, sorted(stages_of.items(), reverse=True), strict=False)
+    ]
 
 
 def _names(split: Split, stages: list[int], most: int = 8) -> str:

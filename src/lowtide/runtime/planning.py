@@ -16,11 +16,11 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import tier_for
 from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import CompiledUnits
+from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
-from lowtide.runtime.measure import capture_and_measure, measure_split
+from lowtide.runtime.measure import capture_for, measure_split
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
@@ -57,6 +57,8 @@ class Settings:
     strict: bool
     progress: Callable[[str, float], None] | None
     compile_options: Mapping[str, Any] | None = None
+    variant_budgets: tuple[float, ...] = ()
+    allow_rounding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +82,55 @@ class Planned:
         return Execution(model, self.split, schedule, self.chain, tier, handler, strict=settings.strict)
 
 
-def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledUnits | None]:
+def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledStages | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off."""
-    options: dict[str, Any] = {
-        "loss": settings.loss,
-        "optimizer": settings.optimizer,
-        "grads_resident": settings.grads_resident,
-        "progress": settings.progress,
-    }
-    split, chain = capture_and_measure(model, sample, stages=settings.stages, **options)
-    compiled = None
-    if settings.compile_options is not None:
-        compiled = CompiledUnits(model, split, settings.compile_options)
-        chain = measure_split(model, split, sample, **options)
-    return _rehearsed(model, sample, split, chain, settings), compiled
+    split, (chain, compiled) = measured_for(model, sample, settings)
+    try:
+        return _rehearsed(model, sample, split, chain, settings), compiled
+    except BaseException:
+        if compiled is not None:
+            compiled.remove()
+        raise
+
+
+def measured_for(
+    model: nn.Module, sample: Sample, settings: Settings
+) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
+    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
+    options = settings.compile_options
+
+    def work(split: Split) -> tuple[Chain, CompiledStages | None]:
+        compiled = None
+        if options is not None:
+            compiled = CompiledStages(model, split, options, settings.variant_budgets)
+        try:
+            chain = measure_split(
+                model,
+                split,
+                sample,
+                loss=settings.loss,
+                optimizer=settings.optimizer,
+                grads_resident=settings.grads_resident,
+                progress=settings.progress,
+                compiled=compiled,
+                allow_rounding=settings.allow_rounding,
+            )
+        except BaseException:
+            if compiled is not None:
+                compiled.remove()
+            raise
+        return chain, compiled
+
+    return capture_for(
+        work, model, sample, stages=settings.stages, loss=settings.loss, blocks=settings.compile_options is not None
+    )
 
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
     """The fastest schedule that a trial step has shown to stay within the budget."""
     _check_optimizer_step(model, chain, settings)
     best: Planned | None = None
-    notes: list[str] = []
+    notes: list[str] = list(chain.provenance.get("notes", ()))
     unknown_bytes = _unknown_loss_bytes(chain, settings)
     if unknown_bytes:
         chain = dataclasses.replace(chain, base_bytes=chain.base_bytes + unknown_bytes)

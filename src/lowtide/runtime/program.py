@@ -46,6 +46,7 @@ class Program:
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
         last_prefetch: for each value that is fetched, the index of the last time.
+        variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
         sizes: how many of the schedule's own stages each stage here stands for.
     """
 
@@ -58,6 +59,7 @@ class Program:
     watched: frozenset[int]
     moved: frozenset[Value]
     last_prefetch: dict[Value, int]
+    variants: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
@@ -65,7 +67,7 @@ class Program:
         """Read a schedule that the simulator has found legal, over the stages that it was joined to.
 
         Raises:
-            PlanError: where the schedule manages weights or uses variants.
+            PlanError: where the schedule manages weights, or runs one stage as two variants.
         """
         if schedule.manages:
             raise PlanError(
@@ -73,8 +75,6 @@ class Program:
                 "manage_weights=False"
             )
         operations, num_stages = coarse.operations, coarse.split.num_stages
-        if any(isinstance(operation, Forward) and operation.variant for operation in operations):
-            raise PlanError("the schedule runs stages as variants, which cannot be executed yet; solve without them")
         first, backward = _places(operations, num_stages)
         modes = {
             index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
@@ -104,6 +104,7 @@ class Program:
             frozenset(watched),
             frozenset(moved),
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
+            _variants(operations, num_stages),
             coarse.sizes,
         )
 
@@ -112,12 +113,9 @@ class Program:
         """The stages that autograd looks after alone: nothing needs to be known of what they make."""
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
 
-    def is_repeated(self, k: int) -> bool:
-        """Whether stage k runs forward more than once."""
-        return any(
-            isinstance(op, Forward) and op.stage == k and index != self.first[k]
-            for index, op in enumerate(self.operations)
-        )
+    def origin_of(self, k: int) -> int:
+        """The first of the schedule's own stages that stage k stands for."""
+        return 1 + sum(self.sizes[: k - 1])
 
     def keeps_outputs(self, k: int) -> bool:
         """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""
@@ -135,6 +133,19 @@ def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[i
         missing = next(k for k in range(1, num_stages + 1) if min(first[k], backward[k]) < 0)
         raise ScheduleError(f"the schedule has no forward or no backward of stage {missing}, and the model has it")
     return tuple(first), tuple(backward)
+
+
+def _variants(operations: tuple[Operation, ...], num_stages: int) -> tuple[int, ...]:
+    variants: list[int | None] = [None] * (num_stages + 1)
+    for operation in operations:
+        if isinstance(operation, Forward) and operation.save == "all":
+            if variants[operation.stage] not in (None, operation.variant):
+                raise PlanError(
+                    f"the schedule saves stage {operation.stage} as variant {variants[operation.stage]} and later as "
+                    f"variant {operation.variant}; a stage runs as one of them within a step"
+                )
+            variants[operation.stage] = operation.variant
+    return tuple(variant or 0 for variant in variants)
 
 
 def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool) -> Mode:

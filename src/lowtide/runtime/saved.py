@@ -59,7 +59,7 @@ Sink = Callable[[torch.Tensor], None]
 class Placeholders:
     """The placeholders of one stage in one step, in the order in which its tensors were saved; not kept alive."""
 
-    __slots__ = ("_dtypes", "_made", "_shapes", "name", "stage")
+    __slots__ = ("_calls", "_dtypes", "_made", "_shapes", "name", "stage")
 
     def __init__(self, stage: int, name: str) -> None:
         self.stage = stage
@@ -67,6 +67,7 @@ class Placeholders:
         self._made: list[weakref.ref[Placeholder]] = []
         self._shapes: list[torch.Size] = []
         self._dtypes: list[torch.dtype] = []
+        self._calls: list[tuple[int, str]] = []
 
     def __len__(self) -> int:
         return len(self._made)
@@ -74,6 +75,10 @@ class Placeholders:
     def alive(self, index: int) -> Placeholder | None:
         """The placeholder at a position, where autograd still wants it."""
         return self._made[index]()
+
+    def begin_call(self, name: str) -> None:
+        """What the first forward saves from here on is saved by this submodule, or function between submodules."""
+        self._calls.append((len(self._made), name))
 
     def first_run(self, opener: Opener, sink: Sink | None) -> saved_tensors_hooks:
         """The hooks of the stage's first forward."""
@@ -121,17 +126,23 @@ class Placeholders:
         Raises:
             ExecutionError: where shapes, dtypes or the number of tensors differ.
         """
+        pairs = zip(tensors, self._shapes, self._dtypes, strict=False)
+        for index, (tensor, shape, dtype) in enumerate(pairs):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ExecutionError(
+                    f"{self._place(index)} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
+                    f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
+                )
         if len(tensors) != len(self._made):
             raise ExecutionError(
                 f"stage {self.name!r} saved {len(self._made)} tensors the first time and {len(tensors)} when it ran "
                 f"again; {_ADVICE}"
             )
-        for index, (tensor, shape, dtype) in enumerate(zip(tensors, self._shapes, self._dtypes, strict=True)):
-            if tensor.shape != shape or tensor.dtype != dtype:
-                raise ExecutionError(
-                    f"stage {self.name!r} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
-                    f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
-                )
+
+    def _place(self, index: int) -> str:
+        """Who saved the tensor at a position, in words."""
+        name = next((name for start, name in reversed(self._calls) if start <= index), "")
+        return f"stage {self.name!r}" if name in ("", self.name) else f"stage {self.name!r}, in {name!r},"
 
     def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         """Give each placeholder that is still wanted its tensor."""

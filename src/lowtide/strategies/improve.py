@@ -38,10 +38,9 @@ def improve(problem: Problem, schedule: Schedule) -> Schedule | None:
     if not profile.gaps:
         return None
     seconds = problem.evaluate(schedule).seconds
-    search = _Search(problem, profile)
     start = np.zeros(len(profile.gaps), dtype=np.bool_)
     start[[index for index, gap in enumerate(profile.gaps) if _is_away(gap, schedule)]] = True
-    found = search.descend(start)
+    found = descend(problem, profile, start, MOST_WORK)
     if found is None or found[1] >= seconds * (1 - _LEAST_GAIN):
         return None
     placement = profile.place(
@@ -76,16 +75,32 @@ def _releases(schedule: Schedule) -> set[tuple[Value, int]]:
     return found
 
 
+def descend(problem: Problem, profile: Profile, start: Flags, most_work: int) -> tuple[Flags, float] | None:
+    """Go from a choice of gaps to ever better ones.
+
+    Args:
+        problem: with a bandwidth above 0.
+        profile: of the order of computations.
+        start: for each gap, whether it may be used.
+        most_work: an upper limit on the work, in computations and gaps looked at.
+
+    Returns:
+        the best choice found and its time; None where neither the start nor the use of every gap fits.
+    """
+    tries = max(2, most_work // (len(profile.order) + 4 * len(profile.gaps)))
+    return _Search(problem, profile, tries).descend(start)
+
+
 class _Search:
     """Descent over choices of gaps."""
 
-    def __init__(self, problem: Problem, profile: Profile) -> None:
+    def __init__(self, problem: Problem, profile: Profile, num_tries: int) -> None:
         self.problem = problem
         self.profile = profile
-        self.tries_left = MOST_WORK // (len(profile.order) + 4 * len(profile.gaps))
+        self.tries_left = num_tries
 
     def descend(self, start: Flags) -> tuple[Flags, float] | None:
-        """The best choice found and its time, None where neither the start nor the use of every gap fits."""
+        """See the function of the same name."""
         best = self._judged(start)
         every = self._judged(np.ones_like(start))
         if best is None or (every is not None and every[1] < best[1]):

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
 from lowtide.strategies.kernels import fast_kernel, kernel
 from lowtide.strategies.nested_table import Least
-from lowtide.strategies.slots import Slots, rounded_down, rounded_up
+from lowtide.strategies.slots import Slots, rounded_up
 
 Singles = NDArray[np.float32]
 
@@ -62,6 +62,9 @@ class Blocks(NamedTuple):
     least_slower: Floats
     unit_bytes: int
     bandwidth: float
+    per_byte: float
+    slots_per_byte: float
+    """1 / β and 1 / unit: multiplying is quicker."""
 
 
 def blocks_of(
@@ -88,7 +91,7 @@ def blocks_of(
             if forward[i + length - 1] - forward[i - 1] <= spare_seconds:
                 row[i, i + length - 1] = num_rows
                 num_rows += 1
-    shape = (num_rows, NUM_KEPT, sizes.num_slots + 1)
+    shape = (max(1, num_rows), NUM_KEPT, sizes.num_slots + 1)
     fastest = np.concatenate(([0.0], np.cumsum((chain.forward_seconds + chain.backward_seconds)[1:].min(axis=1))))
     blocks = Blocks(
         row,
@@ -101,6 +104,8 @@ def blocks_of(
         least.slower,
         sizes.unit_bytes,
         float(bandwidth),
+        1 / bandwidth,
+        (1 + 1e-15) / sizes.unit_bytes,
     )
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for length in range(1, n):
@@ -297,19 +302,53 @@ def _try_all(
                     late[kept, slot] = latest
 
 
+class BlockRow(NamedTuple):
+    """The table of one sub-chain."""
+
+    seconds: Singles
+    late: Singles
+    least_bytes: int
+    least_seconds: float
+    """What a sequence takes that does with the least bytes, and how late it is at the most."""
+    least_late: float
+    per_byte: float
+    slots_per_byte: float
+
+
+@kernel
+def block_row(blocks: Blocks, i: int, j: int) -> BlockRow:
+    """The table of i..j; without a row in the table, one of no slots."""
+    row = blocks.row[i, j]
+    least_bytes = blocks.least_bytes[i, j]
+    seconds = blocks.fastest[j] - blocks.fastest[i - 1] + blocks.least_slower[i, j]
+    return BlockRow(
+        blocks.seconds[row] if row >= 0 else blocks.seconds[0][:, :0],
+        blocks.late[row] if row >= 0 else blocks.late[0][:, :0],
+        least_bytes,
+        seconds,
+        seconds + least_bytes * blocks.per_byte,
+        blocks.per_byte,
+        blocks.slots_per_byte,
+    )
+
+
+@kernel
+def row_seconds(block: BlockRow, room: int, arriving: float) -> float:
+    """C_Δ(i, j, A, Δ) with `room` = M - A and `arriving` = Δ, as far as the table knows; inf: no room."""
+    if room < block.least_bytes:
+        return np.inf
+    shift = (arriving - room) * block.per_byte
+    best = np.inf
+    slot = min(int(room * block.slots_per_byte), block.seconds.shape[1] - 1)
+    if slot >= 0:
+        for kept in range(NUM_KEPT):
+            best = min(best, max(np.float64(block.seconds[kept, slot]), block.late[kept, slot] + shift))
+    if best == np.inf:  # without a row, or between the least bytes and the first slot that holds them
+        best = max(block.least_seconds, block.least_late + shift)
+    return best
+
+
 @kernel
 def block_seconds(blocks: Blocks, i: int, j: int, room: int, arriving: float) -> float:
-    """C_Δ(i, j, A, Δ) with `room` = M - A and `arriving` = Δ, as far as the table knows; inf: no room."""
-    if room < blocks.least_bytes[i, j]:
-        return np.inf
-    shift = (arriving - room) / blocks.bandwidth
-    row = blocks.row[i, j]
-    best = np.inf
-    if row >= 0:
-        slot = min(rounded_down(room, blocks.unit_bytes), blocks.seconds.shape[2] - 1)
-        for kept in range(NUM_KEPT):
-            best = min(best, max(np.float64(blocks.seconds[row, kept, slot]), blocks.late[row, kept, slot] + shift))
-    if best == np.inf:  # without a row, or between the least bytes and the first slot that holds them
-        seconds = blocks.fastest[j] - blocks.fastest[i - 1] + blocks.least_slower[i, j]
-        best = max(seconds, seconds + blocks.least_bytes[i, j] / blocks.bandwidth + shift)
-    return best
+    """The same for any sub-chain."""
+    return row_seconds(block_row(blocks, i, j), room, arriving)

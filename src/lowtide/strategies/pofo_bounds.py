@@ -49,34 +49,30 @@ def least_forward(chain: ChainArrays, least_block: Integers, recompute: bool) ->
 
 
 class Bounds(NamedTuple):
-    """What the stages from i on take at least; see `least_rest`."""
+    """What the stages from i on take at least; see `least_rest`. Bytes are in seconds of the link."""
 
     total: Floats
     """Their computations, each once and in its fastest way."""
     fast_forward: Floats
     """Their forwards, each in the way with the fastest forward; likewise backward."""
     fast_backward: Floats
-    slow_forward: Floats
-    """Their forwards, each in the slowest way: the longest that the link can send before the loss without idle time."""
-    slow_backward: Floats
-    """The same after the loss, but for `extra`: a stage that is recomputed takes no longer than this and its extra."""
-    saved: Integers
-    """abar of the stages i..n-1, each in its fastest way."""
-    loss: int
-    """What the loss itself uses."""
+    over_forward: Floats
+    """What the loss and abar of the stages i..n-1, each in its fastest way, have too much for the link, if it sends all
+    the time that their forwards take in the slowest way."""
+    over_backward: Floats
+    """The same after the loss, but for `extra`: one that is recomputed takes no longer than its own and its extra."""
     extra: Floats
-    """`extra[i, m]`: the seconds with which `spared[i, m]` of these bytes need not be saved, best bargains first."""
+    """`extra[i, m]`: the seconds with which `spared[i, m]` of what is saved is not saved, the best bargains first."""
     spared: Floats
     num_steps: Integers
 
 
-def bounds_of(chain: ChainArrays) -> Bounds:
+def bounds_of(chain: ChainArrays, bandwidth: float) -> Bounds:
     """The bounds of all stages."""
     n = chain.output.size - 1
     both = chain.forward_seconds + chain.backward_seconds
-    fastest = both.argmin(axis=1)
-    own_saved = chain.saved[np.arange(n + 1), fastest]
-    own_saved[n] = 0
+    own_saved = chain.saved[np.arange(n + 1), both.argmin(axis=1)]
+    own_saved[n] = np.maximum(chain.heavy_peak[n] + chain.standing[n], chain.backward_peak[n]).min()
     bargains = sorted(
         (-spared / max(extra, 1e-12), i, extra, spared) for i in range(1, n) for extra, spared in _bargains(chain, i)
     )
@@ -85,24 +81,22 @@ def bounds_of(chain: ChainArrays) -> Bounds:
     for i in range(1, n):
         own = np.array([step[2:] for step in bargains if step[1] >= i]).reshape(-1, 2).cumsum(axis=0)
         num_steps[i] = len(own)
-        extra[i, 1 : len(own) + 1], spared[i, 1 : len(own) + 1] = own[:, 0], own[:, 1]
+        extra[i, 1 : len(own) + 1], spared[i, 1 : len(own) + 1] = own[:, 0], own[:, 1] / bandwidth
     slow_forward = np.maximum(chain.light_seconds, chain.forward_seconds.max(axis=1))
     slow_backward = np.maximum(chain.backward_seconds.max(axis=1), both.min(axis=1) - chain.light_seconds)
     return Bounds(
         total=_from_each_on(both.min(axis=1)),
         fast_forward=_from_each_on(np.minimum(chain.light_seconds, chain.forward_seconds.min(axis=1))),
         fast_backward=_from_each_on(chain.backward_seconds.min(axis=1)),
-        slow_forward=_from_each_on(slow_forward),
-        slow_backward=_from_each_on(slow_backward),
-        saved=_from_each_on(own_saved).astype(np.int64),
-        loss=int(np.maximum(chain.heavy_peak[n] + chain.standing[n], chain.backward_peak[n]).min()),
+        over_forward=_from_each_on(own_saved / bandwidth - slow_forward),
+        over_backward=_from_each_on(own_saved / bandwidth - slow_backward),
         extra=extra,
         spared=spared,
         num_steps=num_steps,
     )
 
 
-def _from_each_on(values: Floats | Integers) -> Floats:
+def _from_each_on(values: Floats) -> Floats:
     """Entry i: the sum of the values i..n; entry n + 1: 0."""
     return np.append(values[::-1].cumsum()[::-1], 0)
 
@@ -126,55 +120,79 @@ def _bargains(chain: ChainArrays, i: int) -> list[tuple[float, float]]:
     return steps
 
 
+class Rest(NamedTuple):
+    """The bounds of one stage."""
+
+    total: float
+    fast_forward: float
+    fast_backward: float
+    over_forward: float
+    over_backward: float
+    extra: Floats
+    spared: Floats
+    num_steps: int
+
+
 @kernel
-def least_rest(bounds: Bounds, i: int, room: int, leaving: float, arriving: float, bandwidth: float) -> float:
-    """What is left to do from stage i on takes at least so many seconds, both phases together.
+def rest_of(bounds: Bounds, i: int) -> Rest:
+    """The bounds of stage i."""
+    return Rest(
+        bounds.total[i],
+        bounds.fast_forward[i],
+        bounds.fast_backward[i],
+        bounds.over_forward[i],
+        bounds.over_backward[i],
+        bounds.extra[i],
+        bounds.spared[i],
+        bounds.num_steps[i],
+    )
+
+
+@kernel
+def least_rest(rest: Rest, room: float, leaving: float, arriving: float) -> float:
+    """What is left to do from a stage on takes at least so many seconds, both phases together.
 
     By the loss, whatever abar of the stages i..n-1 is saved has to lie in the room that the loss leaves, or to have
     left; afterwards it has to come back. What is too much for the link, before the loss or after it, costs either
     waiting or the extra seconds of saving less. The bound is the least sum of the two where stages can be cut at will.
 
     Args:
-        bounds: of the chain.
-        i: the stage.
-        room: M less A and the input of i.
-        leaving: Δ_F.
+        rest: the bounds of the stage.
+        room: M less A and the input of i, in seconds of the link; likewise
+        leaving: Δ_F, and
         arriving: Δ_B.
-        bandwidth: β.
     """
-    waiting = max(leaving / bandwidth, bounds.fast_forward[i]) + max(arriving / bandwidth, bounds.fast_backward[i])
-    over = bounds.saved[i] + bounds.loss - room
-    over_f = over + leaving - bandwidth * bounds.slow_forward[i]
-    over_b = over + arriving - bandwidth * bounds.slow_backward[i]
+    waiting = max(leaving, rest.fast_forward) + max(arriving, rest.fast_backward)
+    over_f = rest.over_forward + leaving - room
+    over_b = rest.over_backward + arriving - room
     if over_f <= 0 and over_b <= 0:
-        return float(max(bounds.total[i], waiting))
-    extra, spared = bounds.extra[i], bounds.spared[i]
-    low, high = 0, bounds.num_steps[i]
+        return max(rest.total, waiting)
+    extra, spared = rest.extra, rest.spared
+    low, high = 0, rest.num_steps
     while low < high:  # the first step from which on saving less no longer pays: the steps are ever worse bargains
         middle = (low + high) // 2
-        num_bytes, seconds = spared[middle + 1] - spared[middle], extra[middle + 1] - extra[middle]
+        less, seconds = spared[middle + 1] - spared[middle], extra[middle + 1] - extra[middle]
         gain = 0.0
         if over_f > spared[middle]:
-            gain += num_bytes / bandwidth
-        if over_b > spared[middle] + bandwidth * extra[middle]:
-            gain += num_bytes / bandwidth + seconds
+            gain += less
+        if over_b > spared[middle] + extra[middle]:
+            gain += less + seconds
         if seconds >= gain:
             high = middle
         else:
             low = middle + 1
-    best = _cost_at(extra[low], spared[low], over_f, over_b, bandwidth)
+    best = _cost_at(extra[low], spared[low], over_f, over_b)
     if low > 0:  # within the last step, where one of the two waits becomes nothing
-        num_bytes, seconds = spared[low] - spared[low - 1], extra[low] - extra[low - 1]
-        for over_x, also in ((over_f, 0.0), (over_b, bandwidth)):
-            gain = num_bytes + also * seconds
-            share = (over_x - spared[low - 1] - also * extra[low - 1]) / gain if gain > 0 else 1.0
-            if 0 < share < 1:
-                at = extra[low - 1] + share * seconds, spared[low - 1] + share * num_bytes
-                best = min(best, _cost_at(at[0], at[1], over_f, over_b, bandwidth))
-    return float(max(bounds.total[i] + best, waiting))
+        less, seconds = spared[low] - spared[low - 1], extra[low] - extra[low - 1]
+        if spared[low - 1] < over_f < spared[low]:
+            share = (over_f - spared[low - 1]) / less
+            best = min(best, _cost_at(extra[low - 1] + share * seconds, over_f, over_f, over_b))
+        if spared[low - 1] + extra[low - 1] < over_b < spared[low] + extra[low]:
+            share = (over_b - spared[low - 1] - extra[low - 1]) / (less + seconds)
+            best = min(best, _cost_at(extra[low - 1] + share * seconds, spared[low - 1] + share * less, over_f, over_b))
+    return max(rest.total + best, waiting)
 
 
 @kernel
-def _cost_at(extra: float, spared: float, over_f: float, over_b: float, bandwidth: float) -> float:
-    wait = max(0.0, over_f - spared) + max(0.0, over_b - spared - bandwidth * extra)
-    return extra + wait / bandwidth
+def _cost_at(extra: float, spared: float, over_f: float, over_b: float) -> float:
+    return extra + max(0.0, over_f - spared) + max(0.0, over_b - spared - extra)

@@ -12,8 +12,8 @@ Which labels are dropped, and why the best one stays:
 - those that another label of the same (i, x) dominates: that one stores no more and is no later even after waiting
   for what it has more in Δ_F and Δ_B;
 - on chains of more than `EXACT_STAGES` stages, of the labels in one slot of (A, Δ_F, Δ_B) all but the one with the
-  least bound, and of all that are left in (i, x) those with the greatest bounds, beyond `LABELS_PER_SLOT` times the
-  number of slots. Only this can lose the optimum; more slots lose less.
+  least bound, and of all that are left in (i, x) those with the greatest bounds, beyond a number. Only this can lose
+  the optimum; more slots lose less.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from numpy.typing import NDArray
 
 from lowtide.strategies.arrays import ChainArrays, Floats, Integers
 from lowtide.strategies.kernels import kernel
-from lowtide.strategies.pofo_backward import Blocks, block_seconds
-from lowtide.strategies.pofo_bounds import Bounds, least_rest
+from lowtide.strategies.pofo_backward import Blocks, block_row, row_seconds
+from lowtide.strategies.pofo_bounds import Bounds, least_rest, rest_of
 
 # Chains up to this length have few enough labels to keep all that are not dominated.
 EXACT_STAGES = 8
-# With 50 slots this keeps the 500 best labels of each (i, x).
-LABELS_PER_SLOT = 10
 # Half a slot more in A is no reason to keep a label that is as good otherwise.
 _SAME_SLOT = 0.5
 
@@ -40,6 +38,7 @@ STAGE, KIND, PARENT, MOVED, STORED = range(5)
 LEAVING, ARRIVING, SECONDS, AT_LEAST = range(4)
 
 
+Flags = NDArray[np.bool_]
 Rows = NDArray[np.int32]
 
 
@@ -87,7 +86,10 @@ class _Work(NamedTuple):
     """By slot of (A, Δ_F, Δ_B), the row of the label that is there, -1: none; empty between two (i, x)."""
     memory: int
     bandwidth: float
+    per_byte: float
+    """1 / β: multiplying is quicker."""
     num_slots: int
+    most_labels: int
     exact: bool
     limit: float
 
@@ -106,6 +108,7 @@ def search(
     memory: int,
     bandwidth: float,
     num_slots: int,
+    most_labels: int,
     limit: float,
 ) -> Found:
     """Grow the labels from stage 1 to the loss.
@@ -119,6 +122,7 @@ def search(
         memory: M, without what is fixed.
         bandwidth: β, bytes per second, above 0.
         num_slots: how finely A, Δ_F and Δ_B are told apart.
+        most_labels: how many labels of one (i, x) are kept.
         limit: only labels that may come to no more than this time are kept.
     """
     n = chain.output.size - 1
@@ -126,7 +130,21 @@ def search(
     exact = n <= EXACT_STAGES
     grid = np.full(1 if exact else (num_slots + 1) ** 3, np.int32(-1))
     forwards = _forwards(chain, bandwidth)
-    work = _Work(chain, blocks, forwards, least, bounds, grid, memory, bandwidth, num_slots, exact, limit)
+    work = _Work(
+        chain,
+        blocks,
+        forwards,
+        least,
+        bounds,
+        grid,
+        memory,
+        bandwidth,
+        1 / bandwidth,
+        num_slots,
+        most_labels,
+        exact,
+        limit,
+    )
     pool = _new_pool(1024)
     pool.numbers[0] = (1, 0, -1, 0, 0)
     pool.amounts[0] = (0.0, 0.0, 0.0, 0.0)
@@ -175,26 +193,26 @@ def _given(chain: ChainArrays, stage: int, kind: int) -> int:
 @kernel
 def _labels_all(work: _Work, pool: _Pool, first: Integers, stage: int, kind: int) -> _Pool:
     """Case 1: the labels of `stage` after a forward `all` of the stage before it."""
-    made = _new_pool(64)
-    for row in range(first[stage - 1, 0], first[stage - 1, -1]):
-        after = _after_all(work, pool, row, kind - 1)
-        if after[0] < np.inf:
-            made = _branch(work, pool, row, made, stage, kind, after, True)
-    return made
+    begin, end = first[stage - 1, 0], first[stage - 1, -1]
+    after = np.empty((end - begin, 3))
+    may_stay = np.ones(end - begin, dtype=np.bool_)
+    for row in range(begin, end):
+        after[row - begin] = _after_all(work, pool, row, kind - 1)
+    return _branched(work, pool, begin, after, may_stay, _new_pool(64), stage, kind)
 
 
 @kernel
 def _labels_keep(work: _Work, pool: _Pool, first: Integers, stage: int) -> _Pool:
     """Case 2: the labels of `stage` after light forwards from any stage before it."""
     made = _new_pool(64)
+    spare = work.limit - work.bounds.total[1]
     for i in range(stage - 1, 0, -1):
-        if work.blocks.row[i, stage - 1] < 0:
-            break
-        for row in range(first[i, 0], first[i, -1]):
-            after = _after_keep(work, pool, row, stage - 1)
-            if after[0] < np.inf:
-                room = work.memory - pool.numbers[row, STORED] - _given(work.chain, i, pool.numbers[row, KIND])
-                made = _branch(work, pool, row, made, stage, 0, after, work.forwards.use[i, stage - 1] <= room)
+        if work.blocks.row[i, stage - 1] < 0 or work.forwards.seconds[i, stage - 1] > spare:
+            break  # and so for every stage before i: more forwards would run again
+        begin, end = first[i, 0], first[i, -1]
+        after, may_stay = np.empty((end - begin, 3)), np.empty(end - begin, dtype=np.bool_)
+        _after_keep(work, pool, begin, end, i, stage - 1, after, may_stay)
+        made = _branched(work, pool, begin, after, may_stay, made, stage, 0)
     return made
 
 
@@ -216,74 +234,86 @@ def _after_all(work: _Work, pool: _Pool, row: int, v: int) -> Next:
 
 
 @kernel
-def _after_keep(work: _Work, pool: _Pool, row: int, j: int) -> Next:
-    """After a label of stage i, light forwards i..j, recomputed later; the time is inf where they do not fit."""
-    chain, forwards, bandwidth = work.chain, work.forwards, work.bandwidth
-    i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
-    leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
-    given = _given(chain, i, kind)
-    room = work.memory - stored - given
-    if chain.light_peak[i] + chain.standing[chain.output.size - 1] > room or forwards.use[i, j] > room + given:
-        return np.inf, 0.0, 0.0
-    backward = block_seconds(work.blocks, i, j, room, arriving)
-    forward = forwards.seconds[i, j] + max(0.0, forwards.lead[i, j] + (leaving - room) / bandwidth)
-    after = pool.amounts[row, SECONDS] + forward + backward
-    return after, leaving - forward * bandwidth, arriving - backward * bandwidth
+def _after_keep(work: _Work, pool: _Pool, begin: int, end: int, i: int, j: int, after: Floats, may_stay: Flags) -> None:
+    """After each label begin..end-1, all of stage i, light forwards i..j that are recomputed later.
+
+    Filled in are `after` (see `Next`), with inf where they do not fit or take too long, and whether the input of i may
+    stay. Everything that the loop over labels reads is at hand before it: there are millions of them.
+    """
+    bandwidth, per_byte, block = work.bandwidth, work.per_byte, block_row(work.blocks, i, j)
+    light, use, lead = work.forwards.seconds[i, j], work.forwards.use[i, j], work.forwards.lead[i, j]
+    own = work.chain.light_peak[i] + work.chain.standing[work.chain.output.size - 1]
+    least = light + work.bounds.total[i]
+    numbers, amounts = pool.numbers, pool.amounts
+    for row in range(begin, end):
+        kind, seconds = numbers[row, KIND], amounts[row, SECONDS]
+        given = work.chain.output[i - 1] if kind == 0 else work.chain.saved[i - 1, kind - 1]
+        room = work.memory - numbers[row, STORED] - given
+        after[row - begin, 0] = np.inf
+        if own > room or use > room + given or seconds + least > work.limit:
+            continue
+        backward = row_seconds(block, room, amounts[row, ARRIVING])
+        forward = light + max(0.0, lead + (amounts[row, LEAVING] - room) * per_byte)
+        after[row - begin, 0] = seconds + forward + backward
+        after[row - begin, 1] = amounts[row, LEAVING] - forward * bandwidth
+        after[row - begin, 2] = amounts[row, ARRIVING] - backward * bandwidth
+        may_stay[row - begin] = use <= room
 
 
 @kernel
-def _branch(
-    work: _Work, pool: _Pool, row: int, made: _Pool, stage: int, kind: int, after: Next, may_stay: bool
+def _branched(
+    work: _Work, pool: _Pool, begin: int, after: Floats, may_stay: Flags, made: _Pool, stage: int, kind: int
 ) -> _Pool:
-    """Offer the two labels that follow one: its input stays, its input moves."""
-    seconds, leaving, arriving = after
-    if seconds + work.bounds.total[stage] > work.limit:
-        return made
-    given = _given(work.chain, pool.numbers[row, STAGE], pool.numbers[row, KIND])
-    for moved in range(2):
-        if (moved == 0 and not may_stay) or (moved == 1 and given == 0):
+    """Offer the two labels that follow each label from `begin` on: its input stays, its input moves."""
+    made = _with_room(made, 2 * may_stay.size)
+    rest = rest_of(work.bounds, stage)
+    least, per_byte, limit = work.least[stage, kind], work.per_byte, work.limit
+    given_next = _given(work.chain, stage, kind)
+    numbers, amounts, size = made.numbers, made.amounts, made.size
+    grid, exact, num_slots = work.grid, work.exact, work.num_slots
+    per_slot = num_slots / max(work.memory, 1)
+    for index in range(may_stay.size):
+        seconds = after[index, 0]
+        if seconds + rest.total > limit:
             continue
-        stored = pool.numbers[row, STORED] + (0 if moved else given)
-        if stored + work.least[stage, kind] > work.memory:
-            continue
-        leaves = max(leaving + (given if moved else 0), 0.0)
-        arrives = max(arriving, 0.0) + (given if moved else 0)
-        room = work.memory - stored - _given(work.chain, stage, kind)
-        total = seconds + least_rest(work.bounds, stage, room, leaves, arrives, work.bandwidth)
-        if total <= work.limit:
-            made = _offer(work, made, (stage, kind, row, moved, stored), (leaves, arrives, seconds, total))
+        row = begin + index
+        given = _given(work.chain, pool.numbers[row, STAGE], pool.numbers[row, KIND])
+        for moved in range(2):
+            if (moved == 0 and not may_stay[index]) or (moved == 1 and given == 0):
+                continue
+            stored = pool.numbers[row, STORED] + (0 if moved else given)
+            if stored + least > work.memory:
+                continue
+            leaves = max(after[index, 1] + (given if moved else 0), 0.0)
+            arrives = max(after[index, 2], 0.0) + (given if moved else 0)
+            room = (work.memory - stored - given_next) * per_byte
+            total = seconds + least_rest(rest, room, leaves * per_byte, arrives * per_byte)
+            if total > limit:
+                continue
+            at = size[0]
+            if not exact:  # of the labels in one slot the one with the least bound stays
+                slot = slot_of(stored, leaves, arrives, per_slot, num_slots)
+                if grid[slot] >= 0:
+                    at = np.int64(grid[slot])
+                    if total >= amounts[at, AT_LEAST]:
+                        continue
+                grid[slot] = at
+            if at == size[0]:
+                size[0] += 1
+            numbers[at, STAGE], numbers[at, KIND], numbers[at, PARENT] = stage, kind, row
+            numbers[at, MOVED], numbers[at, STORED] = moved, stored
+            amounts[at, LEAVING], amounts[at, ARRIVING] = leaves, arrives
+            amounts[at, SECONDS], amounts[at, AT_LEAST] = seconds, total
     return made
 
 
 @kernel
-def _offer(
-    work: _Work, made: _Pool, numbers: tuple[int, int, int, int, int], amounts: tuple[float, float, float, float]
-) -> _Pool:
-    """Add a label; of those in one slot the one with the least bound stays."""
-    made = _with_room(made, 1)
-    row = made.size[0]
-    if not work.exact:
-        slot = _slot(work, numbers[STORED], amounts[LEAVING], amounts[ARRIVING])
-        other = work.grid[slot]
-        if other >= 0:
-            if amounts[AT_LEAST] >= made.amounts[other, AT_LEAST]:
-                return made
-            row = np.int64(other)
-        work.grid[slot] = row
-    made.numbers[row] = numbers
-    made.amounts[row] = amounts
-    if row == made.size[0]:
-        made.size[0] += 1
-    return made
-
-
-@kernel
-def _slot(work: _Work, stored: int, leaving: float, arriving: float) -> int:
-    side, unit = work.num_slots + 1, max(work.memory, 1) / work.num_slots
-    a = min(int(stored / unit), work.num_slots)
-    f = min(int(leaving / unit), work.num_slots)
-    b = min(int(arriving / unit), work.num_slots)
-    return (a * side + f) * side + b
+def slot_of(stored: int, leaving: float, arriving: float, per_slot: float, num_slots: int) -> int:
+    """The slot of (A, Δ_F, Δ_B); `per_slot` is in slots a byte."""
+    a = min(int(stored * per_slot), num_slots)
+    f = min(int(leaving * per_slot), num_slots)
+    b = min(int(arriving * per_slot), num_slots)
+    return (a * (num_slots + 1) + f) * (num_slots + 1) + b
 
 
 @kernel
@@ -293,12 +323,13 @@ def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     Whatever dominates a label has no greater bound, so it comes first.
     """
     size = made.size[0]
+    per_slot = work.num_slots / max(work.memory, 1)
     if not work.exact:
         for row in range(size):
-            work.grid[
-                _slot(work, made.numbers[row, STORED], made.amounts[row, LEAVING], made.amounts[row, ARRIVING])
-            ] = -1
-    most = size if work.exact else LABELS_PER_SLOT * work.num_slots
+            amounts = made.amounts[row]
+            slot = slot_of(made.numbers[row, STORED], amounts[LEAVING], amounts[ARRIVING], per_slot, work.num_slots)
+            work.grid[slot] = -1
+    most = size if work.exact else work.most_labels
     more_stored = 0.0 if work.exact else _SAME_SLOT * work.memory / work.num_slots
     pool = _with_room(pool, min(size, most))
     begin = pool.size[0]

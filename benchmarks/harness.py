@@ -1,0 +1,283 @@
+"""What the measuring commands share: a time limit, timed steps, facts of the machine, and files that are always whole.
+
+A run that is cut short leaves valid results: everything is written again after each new figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.runtime.meter import Meter
+from lowtide.units import format_bytes, format_seconds
+
+# On a GPU: some steps before anything counts, then as many as take about a second and a half, within limits.
+NUM_WARM = 2
+TIMED_SECONDS = 1.5
+FEWEST_TIMED, MOST_TIMED = 5, 15
+# On a CPU a figure shows that a command works; it is seldom worth more.
+NUM_TIMED_CPU = 3
+
+
+class OutOfTimeError(BaseException):
+    """The limit of a run has come; not an `Exception`, so that nothing on the way takes it for a failure of its own."""
+
+
+class Clock:
+    """The time that a run may take, from now on.
+
+    Args:
+        seconds: the limit; None: there is none.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._begin = time.perf_counter()
+        self._limit = seconds
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the run began."""
+        return time.perf_counter() - self._begin
+
+    def allows(self, seconds: float) -> bool:
+        """Whether something that takes about so long can still be begun."""
+        return self._limit is None or self.elapsed_seconds + seconds <= self._limit
+
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Raise `OutOfTimeError` in the block when the limit comes (in the main thread, where signals arrive)."""
+        if self._limit is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(*_: object) -> None:
+            raise OutOfTimeError
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._limit - self.elapsed_seconds))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What some equal steps took."""
+
+    seconds: float
+    """The median of a step."""
+    spread_seconds: float
+    """The slowest less the fastest."""
+    peak_bytes: int
+    """The most that was allocated at once, what was there before included."""
+    num_steps: int
+
+
+def time_steps(step: Callable[[], None], device: torch.device) -> Timed:
+    """Run a training step several times: its median time and its peak.
+
+    On CUDA the steps follow each other without waiting, as in a training loop, with events between them. On the CPU
+    counting bytes takes time, so that the counted step is one of its own.
+    """
+    if device.type != "cuda":
+        step()
+        gc.collect()
+        with Meter(device) as meter:
+            step()
+        seconds = []
+        for _ in range(NUM_TIMED_CPU):
+            begin = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - begin)
+        return Timed(statistics.median(seconds), max(seconds) - min(seconds), meter.peak_bytes, len(seconds))
+    for _ in range(NUM_WARM):
+        step()
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    step()
+    torch.cuda.synchronize(device)
+    wanted = TIMED_SECONDS / max(1e-6, time.perf_counter() - begin)
+    num_steps = int(min(MOST_TIMED, max(FEWEST_TIMED, wanted)))
+    gc.collect()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    torch.cuda.synchronize(device)
+    with Meter(device) as meter:
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
+        torch.cuda.synchronize(device)
+    seconds = [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)]
+    return Timed(statistics.median(seconds), max(seconds) - min(seconds), meter.peak_bytes, num_steps)
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss in what a model returned: the result itself, or its field of that name."""
+    return result if isinstance(result, torch.Tensor) else result["loss"]
+
+
+def training_step(call: Callable[..., Any], model: nn.Module, batch: dict[str, Any]) -> Callable[[], None]:
+    """Forward and backward through a call of the model; the gradients are let go afterwards."""
+
+    def step() -> None:
+        loss_of(call(**batch)).backward()
+        model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds, so that the next figure begins from the same state."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Where and with what figures were measured."""
+    on_cuda = device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {os.cpu_count()} cores",
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_cuda else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if on_cuda else None,
+        "transformers": version_of("transformers"),
+        "lowtide": lowtide.__version__,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": " ".join(["python -m", *_shown_command()]),
+    }
+
+
+def _shown_command() -> list[str]:
+    """The command as it was typed, without folders of this machine."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = "" if module is None or module.name is None else module.name.removesuffix(".__main__")
+    given = sys.argv[1:]
+    return [name, *(argument for argument in given if os.sep not in argument)]
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, None where there is none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def short_name(device: torch.device) -> str:
+    """A machine's name for files: `h200`, `cpu`."""
+    return torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+
+
+def write_results(
+    folder: Path,
+    stem: str,
+    values: dict[str, Any],
+    lines: Sequence[str],
+    draw: Callable[[Any], None] | None = None,
+) -> None:
+    """Write STEM.json, STEM.md and, where matplotlib is there, STEM.png; each replaced as a whole.
+
+    Args:
+        folder: made where it does not exist.
+        stem: the files' name without its ending.
+        values: for the JSON file.
+        lines: of the table.
+        draw: is handed matplotlib's pyplot and returns a figure; None: no picture.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / f"{stem}.json", (json.dumps(values, indent=1) + "\n").encode())
+    _replace(folder / f"{stem}.md", ("\n".join(lines) + "\n").encode())
+    if draw is not None and version_of("matplotlib") is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure: Any = draw(plt)
+        if figure is not None:
+            figure.tight_layout()
+            figure.savefig(folder / f"{stem}.png", dpi=120)
+            plt.close(figure)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def heading(facts: dict[str, Any]) -> str:
+    """One line that says where figures come from."""
+    versions = f"torch {facts['torch']}, lowtide {facts['lowtide']}"
+    return f"{facts['machine']}, {versions}, {facts['date']} (`{facts['command']}`)."
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table in Markdown; the first column is text, the others are numbers."""
+    lines = [f"| {' | '.join(columns)} |", f"| --- |{' --: |' * (len(columns) - 1)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def seconds_cell(seconds: float | None) -> str:
+    """A time for a table."""
+    return "–" if seconds is None else format_seconds(seconds)
+
+
+def bytes_cell(num_bytes: float | None) -> str:
+    """A size for a table."""
+    return "–" if num_bytes is None else format_bytes(int(num_bytes))
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be had, in a few words."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:240]
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every measuring command has."""
+    on_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_cuda else "cpu")
+    parser.add_argument("--seconds", type=float, help="stop after this time; what was measured is written")
+    parser.add_argument("--output", type=Path, help="a folder for the results (default: beside the others of its kind)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only networks whose name contains one")
+    parser.add_argument("--tiny", action="store_true", help="small networks, to see that it works; written elsewhere")
+
+
+def output_folder(arguments: argparse.Namespace, default: Path) -> Path:
+    """Where results go: tiny ones never beside those that are worth keeping."""
+    if arguments.output is not None:
+        return Path(arguments.output)
+    return Path(tempfile.mkdtemp(prefix="lowtide-tiny-")) if arguments.tiny else default
+
+
+def is_chosen(name: str, only: Sequence[str]) -> bool:
+    """Whether a name was asked for with `--only`."""
+    return not only or any(part.lower() in name.lower() for part in only)

@@ -1,0 +1,206 @@
+"""What `benchmarks.peers` claims of its rows, as a table and as a picture.
+
+The claim: at every peak memory that a peer reaches, lowtide's step is no slower, and at the peer's step time lowtide's
+peak is lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import bytes_cell, heading, seconds_cell, table
+
+# Medians of equal runs differ by so much: less than this is no difference.
+NOISE = 0.01
+
+
+@dataclass
+class Row:
+    """One way to train one network."""
+
+    network: str
+    way: str
+    family: str
+    """`"peer"`, `"lowtide"`, `"lowtide compiled"` or `"lowtide offloading"`."""
+    compiled: bool = False
+    budget_bytes: int | None = None
+    seconds: float | None = None
+    spread_seconds: float | None = None
+    peak_bytes: int | None = None
+    predicted_seconds: float | None = None
+    predicted_peak_bytes: int | None = None
+    set_up_seconds: float | None = None
+    """Compiling, or measuring, solving and rehearsing."""
+    note: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a time and a peak."""
+        return self.seconds is not None and self.peak_bytes is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The claim for one row of a peer."""
+
+    row: Row
+    at_its_memory: Row | None
+    """lowtide's fastest row with no more memory; None: lowtide has none."""
+    at_its_time: Row | None
+    """lowtide's leanest row that is no slower; None: lowtide has none."""
+
+    @property
+    def slower(self) -> float | None:
+        """By which share lowtide's step is slower at the peer's memory; negative: faster."""
+        return None if self.at_its_memory is None else _ratio(self.at_its_memory.seconds, self.row.seconds) - 1
+
+    @property
+    def larger(self) -> float | None:
+        """By which share lowtide's peak is larger at the peer's time; negative: smaller."""
+        return None if self.at_its_time is None else _ratio(self.at_its_time.peak_bytes, self.row.peak_bytes) - 1
+
+    @property
+    def holds_at_its_memory(self) -> bool:
+        """No slower."""
+        return self.slower is not None and self.slower <= NOISE
+
+    @property
+    def holds_at_its_time(self) -> bool:
+        """A lower peak."""
+        return self.larger is not None and self.larger < 0
+
+    @property
+    def holds(self) -> bool:
+        """Both halves of the claim."""
+        return self.holds_at_its_memory and self.holds_at_its_time
+
+
+def _ratio(first: float | None, second: float | None) -> float:
+    assert first is not None
+    assert second is not None
+    return first / second
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """The claim for every measured row of a peer, among the rows of one network."""
+    measured = [row for row in rows if row.is_measured]
+    own = [row for row in measured if row.family != "peer"]
+    found = []
+    for peer in (row for row in measured if row.family == "peer"):
+        assert peer.seconds is not None
+        assert peer.peak_bytes is not None
+        no_larger = [row for row in own if (row.peak_bytes or 0) <= peer.peak_bytes]
+        no_slower = [row for row in own if (row.seconds or 0) <= peer.seconds * (1 + NOISE)]
+        fastest = min(no_larger, key=lambda row: row.seconds or 0, default=None)
+        leanest = min(no_slower, key=lambda row: row.peak_bytes or 0, default=None)
+        found.append(Verdict(peer, fastest, leanest))
+    return found
+
+
+def by_network(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each network, in the order in which the networks came."""
+    networks: dict[str, list[Row]] = {}
+    for row in rows:
+        networks.setdefault(row.network, []).append(row)
+    return networks
+
+
+def report_lines(facts: dict[str, Any], rows: Sequence[Row], skipped: Sequence[str]) -> list[str]:
+    """The tables, network by network, and what the claim comes to."""
+    lines = ["# lowtide beside what people use instead", "", heading(facts), ""]
+    for network, own in by_network(rows).items():
+        lines += [f"## {network}", "", *_row_lines(own), "", *claim_lines(own), ""]
+    if skipped:
+        lines += ["Not run for lack of time: " + "; ".join(skipped) + ".", ""]
+    return lines
+
+
+def _row_lines(rows: Sequence[Row]) -> list[str]:
+    def cells(row: Row) -> list[str]:
+        predicted = f"{seconds_cell(row.predicted_seconds)}, {bytes_cell(row.predicted_peak_bytes)}"
+        return [
+            row.way,
+            seconds_cell(row.seconds),
+            bytes_cell(row.peak_bytes),
+            "" if row.predicted_seconds is None else predicted,
+            seconds_cell(row.set_up_seconds),
+            row.note,
+        ]
+
+    columns = ["way", "step", "measured peak", "predicted", "set up", "note"]
+    return table(columns, [cells(row) for row in rows])
+
+
+def claim_lines(rows: Sequence[Row]) -> list[str]:
+    """The claim for each peer of one network, and how often it holds."""
+    checked = verdicts(rows)
+    if not checked or not any(row.is_measured and row.family != "peer" for row in rows):
+        return ["The claim was not checked: lowtide was not measured on this network."]
+
+    def cells(verdict: Verdict) -> list[str]:
+        at_memory = "lowtide has no plan that lean" if verdict.slower is None else f"{verdict.slower:+.1%}"
+        at_time = "lowtide is never that fast" if verdict.larger is None else f"{verdict.larger:+.1%}"
+        marks = [
+            "holds" if verdict.holds_at_its_memory else "**fails**",
+            "holds" if verdict.holds_at_its_time else "**fails**",
+        ]
+        return [verdict.row.way, at_memory, marks[0], at_time, marks[1]]
+
+    columns = ["peer", "lowtide's time at its peak", "", "lowtide's peak at its time", ""]
+    num_hold = sum(verdict.holds for verdict in checked)
+    return [
+        *table(columns, [cells(verdict) for verdict in checked]),
+        "",
+        f"Claim: at every peak memory that a peer reaches lowtide's step is no slower ({NOISE:.0%} is noise), and at "
+        f"the peer's step time lowtide's peak is lower. Both hold for {num_hold} of {len(checked)} peers; no slower at "
+        f"its memory: {sum(v.holds_at_its_memory for v in checked)}; lower at its time: "
+        f"{sum(v.holds_at_its_time for v in checked)}.",
+    ]
+
+
+_STYLES = {
+    "lowtide": ("C0", "o", "lowtide"),
+    "lowtide compiled": ("C2", "s", "lowtide, compiled stages"),
+    "lowtide offloading": ("C4", "D", "lowtide, with offloading"),
+}
+
+
+def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
+    """Step time against peak memory, a panel a network: lowtide's curves and the peers' points."""
+    networks = {name: own for name, own in by_network(rows).items() if any(row.is_measured for row in own)}
+    if not networks:
+        return None
+    width = min(2, len(networks))
+    height = -(-len(networks) // width)
+    figure, panels = plt.subplots(height, width, figsize=(6.6 * width, 4.8 * height), squeeze=False)
+    for panel in panels.flat[len(networks) :]:
+        panel.set_axis_off()
+    for panel, (name, own) in zip(panels.flat, networks.items(), strict=False):
+        _draw_network(panel, name, own)
+    figure.suptitle(f"Step time against peak memory, {facts['machine']}, torch {facts['torch']}", fontsize=11)
+    return figure
+
+
+def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
+    gib = 2**30
+    for family, (colour, marker, label) in _STYLES.items():
+        points = sorted((r.peak_bytes / gib, r.seconds * 1e3) for r in rows if r.is_measured and r.family == family)
+        if points:
+            panel.plot(*zip(*points, strict=True), f"{marker}-", color=colour, label=label, markersize=4)
+    for row in rows:
+        if row.is_measured and row.family == "peer":
+            assert row.seconds is not None
+            assert row.peak_bytes is not None
+            colour = "C3" if row.compiled else "C1"
+            panel.plot(row.peak_bytes / gib, row.seconds * 1e3, "x", color=colour, markersize=7)
+            panel.annotate(
+                row.way, (row.peak_bytes / gib, row.seconds * 1e3), fontsize=6.5, xytext=(4, 3),
+                textcoords="offset points", color=colour,
+            )  # fmt: skip
+    panel.set(title=name, xlabel="measured peak (GiB)", ylabel="step (ms)")
+    panel.set_xlim(left=0)
+    panel.grid(alpha=0.3)
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8)

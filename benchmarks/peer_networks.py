@@ -1,0 +1,212 @@
+"""The networks of `benchmarks.peers`, and how each is checkpointed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from lowtide import zoo
+
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network and a batch, and where its layers are."""
+
+    name: str
+    title: str
+    make: Callable[[str, int | None], Made]
+    """Given a device and a batch size (None: the one of the title)."""
+    trunk: str | None
+    """The path of the submodule whose children run one after the other; None: transformers checkpoints it itself."""
+    group: int
+    """Networks of a lower group are finished first."""
+
+
+def from_zoo(name: str, dtype: str = "float32", **sizes: int) -> Callable[[str, int | None], Made]:
+    """A network of lowtide's zoo."""
+
+    def make(device: str, batch: int | None) -> Made:
+        given = sizes if batch is None else {**sizes, "batch": batch}
+        return zoo.make(name, device=device, dtype=dtype, **given)
+
+    return make
+
+
+def vit(dtype: torch.dtype, batch: int, image: int, **config: int) -> Callable[[str, int | None], Made]:
+    """The vision transformer of transformers, with random weights."""
+
+    def make(device: str, given: int | None) -> Made:
+        import transformers
+
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(image_size=image, num_labels=1000, **config)
+        )
+        pictures = torch.randn(given or batch, 3, image, image)
+        labels = torch.randint(0, 1000, (given or batch,))
+        sample = {"pixel_values": pictures.to(device, dtype), "labels": labels.to(device)}
+        return model.to(device=device, dtype=dtype).train(), sample
+
+    return make
+
+
+def llama(dtype: torch.dtype, batch: int, length: int, **config: int) -> Callable[[str, int | None], Made]:
+    """The Llama of transformers, with random weights."""
+
+    def make(device: str, given: int | None) -> Made:
+        import transformers
+
+        settings = transformers.LlamaConfig(max_position_embeddings=length, use_cache=False, **config)
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(settings)
+        tokens = torch.randint(3, settings.vocab_size, (given or batch, length), device=device)
+        return model.to(dtype=dtype).train(), {"input_ids": tokens, "labels": tokens.clone()}
+
+    return make
+
+
+NETWORKS = [
+    Network(
+        "gpt",
+        "GPT-like 24 x 1024, batch 16 x 1024 tokens, bf16",
+        from_zoo("gpt2", "bfloat16", batch=16, length=1024, layers=24, width=1024, heads=16),
+        "blocks",
+        0,
+    ),
+    Network(
+        "resnet101",
+        "ResNet-101, batch 16, 500 px, fp32",
+        from_zoo("resnet101", batch=16, image=500),
+        "network.blocks",
+        0,
+    ),
+    Network(
+        "vit",
+        "ViT-L/16, batch 64, 384 px, bf16",
+        vit(
+            torch.bfloat16, 64, 384, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+            intermediate_size=4096, patch_size=16,
+        ),
+        None,
+        1,
+    ),
+    Network(
+        "llama",
+        "Llama-like 1B, batch 4 x 4096 tokens, bf16",
+        llama(
+            torch.bfloat16, 4, 4096, hidden_size=2048, num_hidden_layers=22, num_attention_heads=32,
+            num_key_value_heads=4, intermediate_size=5632, vocab_size=32000,
+        ),
+        None,
+        1,
+    ),
+    Network(
+        "densenet201",
+        "DenseNet-201, batch 16, 500 px, fp32",
+        from_zoo("densenet201", batch=16, image=500),
+        "network.features",
+        2,
+    ),
+]  # fmt: skip
+TINY = [
+    Network(
+        "gpt",
+        "GPT-like 4 x 32, batch 8 x 32 tokens",
+        from_zoo("gpt2", batch=8, length=32, layers=4, width=32, heads=4, vocabulary=64),
+        "blocks",
+        0,
+    ),
+    Network("resnet18", "ResNet-18, batch 2, 64 px", from_zoo("resnet18", batch=2, image=64), "network.blocks", 0),
+    Network(
+        "vit",
+        "ViT 4 x 64, batch 4, 32 px",
+        vit(
+            torch.float32, 4, 32, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128,
+            patch_size=8,
+        ),
+        None,
+        1,
+    ),
+    Network(
+        "llama",
+        "Llama-like 4 x 64, batch 4 x 64 tokens",
+        llama(
+            torch.float32, 4, 64, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=128, vocab_size=256,
+        ),
+        None,
+        1,
+    ),
+]  # fmt: skip
+
+
+class InSegments(nn.Module):
+    """Layers under `checkpoint_sequential`."""
+
+    def __init__(self, layers: Sequence[nn.Module], segments: int) -> None:
+        super().__init__()
+        self.layers, self.segments = nn.ModuleList(layers), segments
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The last layer's result."""
+        return checkpoint_sequential(list(self.layers), self.segments, x, use_reentrant=False)
+
+
+class EachCheckpointed(nn.Module):
+    """Layers that each are recomputed in backward: what transformers' gradient checkpointing does."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The last layer's result."""
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def layers_of(model: nn.Module, trunk: str) -> list[nn.Module]:
+    """The layers below a path, those in nested `nn.Sequential`s of blocks one by one."""
+    layers: list[nn.Module] = []
+    for child in model.get_submodule(trunk).children():
+        if isinstance(child, nn.Sequential) and trunk.endswith("blocks"):
+            layers += child.children()
+        else:
+            layers.append(child)
+    return layers
+
+
+@contextmanager
+def trunk_replaced(model: nn.Module, trunk: str, module: nn.Module) -> Iterator[None]:
+    """Run a model with another module in the place of its trunk."""
+    parent_path, _, name = trunk.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    before = getattr(parent, name)
+    setattr(parent, name, nn.ModuleList([module]) if isinstance(before, nn.ModuleList) else module)
+    try:
+        yield
+    finally:
+        setattr(parent, name, before)
+
+
+@contextmanager
+def gradient_checkpointing(model: nn.Module, trunk: str | None) -> Iterator[None]:
+    """Every layer of the trunk recomputed; by transformers itself where the model is one of its own."""
+    if trunk is not None:
+        with trunk_replaced(model, trunk, EachCheckpointed(layers_of(model, trunk))):
+            yield
+        return
+    own: Any = model
+    own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        yield
+    finally:
+        own.gradient_checkpointing_disable()

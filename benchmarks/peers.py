@@ -1,0 +1,389 @@
+"""lowtide beside what people use instead: step time and measured peak of each, in one run on one machine.
+
+    python -m benchmarks.peers --device cuda --seconds 200 --output DIR        # the most telling rows first
+    python -m benchmarks.peers --device cuda --only gpt --memory-budgets 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9
+    python -m benchmarks.peers --device cuda --resume DIR/peers-h200.json --output DIR   # go on where a run ended
+    python -m benchmarks.peers --device cuda --largest-batch --only gpt resnet --seconds 300
+    python -m benchmarks.peers --tiny                                          # a minute on any CPU
+    python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and picture again, no measuring
+
+Peers: plain training, eager and compiled as a whole; `checkpoint_sequential` at several numbers of segments; every
+layer checkpointed (transformers' gradient checkpointing, where the model is one of its own); `activation_memory_budget`
+with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measured peak as its budget, so that the
+claim is checked where the peers are, and further budgets for the curve. A step is forward and backward, without an
+optimizer.
+
+Writes peers-MACHINE.json, .md and .png after every row: a run that is cut leaves whatever it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from benchmarks import harness
+from benchmarks.peer_batches import Batches, batch_lines, largest_batches
+from benchmarks.peer_claim import Row, draw, report_lines, verdicts
+from benchmarks.peer_networks import (
+    NETWORKS,
+    TINY,
+    InSegments,
+    Network,
+    gradient_checkpointing,
+    layers_of,
+    trunk_replaced,
+)
+from torch import nn
+
+import lowtide
+
+RESULTS = Path(__file__).parent / "results"
+
+# What one row takes on a GPU, as a first guess; afterwards what the last one of its kind took.
+FIRST_GUESS_SECONDS = {
+    "peer": 4.0,
+    "lowtide": 8.0,
+    "compile": 45.0,
+    "lowtide compiled": 20.0,
+    "lowtide offloading": 25.0,
+}
+
+# lowtide's further budgets, as shares of plain training's peak.
+SHARES = (0.6, 0.4)
+# Peaks that lie nearer to each other than this are one budget.
+SAME_BUDGET = 0.01
+
+Call = Callable[..., Any]
+
+
+class Run:
+    """One run: its rows, its time, its files.
+
+    Args:
+        arguments: of the command line.
+        device: where it runs.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        self.device = device
+        self.clock = harness.Clock(arguments.seconds)
+        self.facts = harness.machine_facts(device)
+        self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
+        self.memory_budgets: list[float] = arguments.memory_budgets
+        self.num_segments: list[int] | None = arguments.segments
+        self.rows: list[Row] = []
+        self.batches: list[Batches] = []
+        self.skipped: list[str] = []
+        self._folder = harness.output_folder(arguments, RESULTS)
+        self._stem = f"peers-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
+        self.guess_seconds = (
+            dict(FIRST_GUESS_SECONDS) if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
+        )
+        if arguments.resume:
+            self._resume(json.loads(arguments.resume.read_text()))
+
+    def _resume(self, values: dict[str, Any]) -> None:
+        for fact in ("machine", "torch"):
+            if values["facts"][fact] != self.facts[fact]:
+                raise SystemExit(f"those results are of {values['facts'][fact]}, this is {self.facts[fact]}")
+        self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
+        self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
+
+    def of(self, network: Network) -> list[Row]:
+        """The rows of a network so far."""
+        return [row for row in self.rows if row.network == network.title]
+
+    def row(self, row: Row, kind: str, measure: Callable[[Row], None]) -> Row | None:
+        """Measure a row, unless it is there already or there is no time; None in these cases."""
+        label = f"{row.network}: {row.way}"
+        if any(known.network == row.network and known.way == row.way for known in self.rows):
+            return None
+        if not self.clock.allows(self.guess_seconds[kind]):
+            self.skipped.append(label)
+            return None
+        begin = time.perf_counter()
+        try:
+            with warnings.catch_warnings(record=True) as raised:
+                warnings.simplefilter("always", lowtide.LowtideWarning)
+                measure(row)
+            row.note = "; ".join([row.note, *(str(w.message) for w in raised if w.category is lowtide.LowtideWarning)])
+            row.note = row.note.strip("; ")
+        except Exception as error:  # one way must not take the others with it
+            row.seconds = row.peak_bytes = None
+            row.note = harness.reason(error)
+        harness.release(self.device)
+        self.guess_seconds[kind] = 1.1 * (time.perf_counter() - begin)
+        self.rows.append(row)
+        self.save()
+        print(
+            f"{self.clock.elapsed_seconds:6.0f} s  {label:<88} {harness.seconds_cell(row.seconds):>10}"
+            f" {harness.bytes_cell(row.peak_bytes):>11}  {row.note}",
+            flush=True,
+        )
+        return row
+
+    def save(self) -> None:
+        """Write all files."""
+        write(self._folder, self._stem, self.facts, self.rows, self.batches, self.skipped)
+
+    def say_where(self) -> None:
+        """Print the folder."""
+        print(f"written to {self._folder / self._stem}.json, .md and .png")
+
+
+def write(
+    folder: Path, stem: str, facts: dict[str, Any], rows: list[Row], batches: list[Batches], skipped: list[str]
+) -> None:
+    """JSON, table and picture of some rows."""
+    order = {network.title: place for place, network in enumerate([*NETWORKS, *TINY])}
+    rows = sorted(rows, key=lambda row: order.get(row.network, len(order)))
+    claims = [
+        {"network": v.row.network, "peer": v.row.way, "slower_at_its_peak": v.slower, "larger_at_its_time": v.larger}
+        for title in dict.fromkeys(row.network for row in rows)
+        for v in verdicts(row for row in rows if row.network == title)
+    ]
+    values = {
+        "facts": facts,
+        "rows": [asdict(row) for row in rows],
+        "claim": claims,
+        "largest_batches": [asdict(entry) for entry in batches],
+        "skipped": skipped,
+    }
+    lines = [*report_lines(facts, rows, skipped), *batch_lines(batches)]
+    harness.write_results(folder, stem, values, lines, lambda plt: draw(plt, facts, rows))
+
+
+# Peers
+
+
+@contextmanager
+def saved_on_cpu(model: nn.Module, device: torch.device) -> Iterator[Call]:
+    """Everything that autograd saves goes to host memory."""
+
+    def call(**batch: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return model(**batch)
+
+    yield call
+
+
+@contextmanager
+def in_segments(model: nn.Module, trunk: str, count: int) -> Iterator[Call]:
+    """`checkpoint_sequential` over the layers of the trunk."""
+    with trunk_replaced(model, trunk, InSegments(layers_of(model, trunk), count)):
+        yield model
+
+
+@contextmanager
+def each_layer(model: nn.Module, trunk: str | None) -> Iterator[Call]:
+    """Every layer checkpointed."""
+    with gradient_checkpointing(model, trunk):
+        yield model
+
+
+@contextmanager
+def compiled_whole(model: nn.Module, backend: str, memory_budget: float) -> Iterator[Call]:
+    """The whole model compiled, with so much of its activations kept (1.0: as the compiler likes)."""
+
+    def call(**batch: Any) -> Any:
+        return model(**batch)
+
+    # A code object of its own: compiled code is kept by code object, and each budget must be compiled anew.
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        yield torch.compile(own, dynamic=False, backend=backend)
+
+
+def eager_peers(run: Run, network: Network, model: nn.Module) -> dict[str, AbstractContextManager[Call]]:
+    """The eager peers of a network by name."""
+    layer = "transformers' gradient checkpointing" if network.trunk is None else "every layer checkpointed"
+    ways: dict[str, AbstractContextManager[Call]] = {
+        "plain, eager": as_it_is(model),
+        layer: each_layer(model, network.trunk),
+    }
+    if network.trunk is not None:
+        length = len(layers_of(model, network.trunk))
+        counts = run.num_segments or [2, round(length**0.5), round(2 * length**0.5)]
+        for count in dict.fromkeys(min(count, length) for count in counts):
+            ways[f"checkpoint_sequential, {count} segments"] = in_segments(model, network.trunk, count)
+    ways["save_on_cpu"] = saved_on_cpu(model, run.device)
+    return ways
+
+
+@contextmanager
+def as_it_is(model: nn.Module) -> Iterator[Call]:
+    """The model as it is."""
+    yield model
+
+
+def measure_peer(
+    run: Run, model: nn.Module, batch: dict[str, Any], way: AbstractContextManager[Call], row: Row
+) -> None:
+    """Time and peak of a peer."""
+    with way as call:
+        step = harness.training_step(call, model, batch)
+        begin = time.perf_counter()
+        step()
+        row.set_up_seconds = time.perf_counter() - begin
+        fill(row, harness.time_steps(step, run.device))
+
+
+def fill(row: Row, timed: harness.Timed) -> None:
+    """Put measured figures into a row."""
+    row.seconds, row.spread_seconds, row.peak_bytes = timed.seconds, timed.spread_seconds, timed.peak_bytes
+
+
+# lowtide
+
+
+def measure_lowtide(
+    run: Run, model: nn.Module, batch: dict[str, Any], budget: int | None, options: dict[str, Any], row: Row
+) -> None:
+    """Time and peak of a plan for a budget; None: the least that works."""
+    begin = time.perf_counter()
+    if budget is None:
+        try:
+            lowtide.fit(model, batch, memory_budget=1, optimizer="sgd", **options).detach()
+        except lowtide.InfeasibleBudgetError as error:
+            budget = error.minimum_bytes
+    row.budget_bytes = budget
+    with lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd", **options) as plan:
+        row.set_up_seconds = time.perf_counter() - begin
+        fill(row, harness.time_steps(harness.training_step(model, model, batch), run.device))
+        stats = plan.stats()
+        row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
+        row.note = plan.schedule.strategy
+
+
+def budgets_from(rows: list[Row], *, compiled: bool, shares: tuple[float, ...]) -> list[int]:
+    """Every peak that the peers reach, and shares of plain training's; those that are nearly equal once."""
+    peers = [row for row in rows if row.is_measured and row.family == "peer" and row.compiled == compiled]
+    peaks = [row.peak_bytes or 0 for row in peers]
+    plain = max((row.peak_bytes or 0 for row in peers if row.way.startswith("plain")), default=0)
+    wanted: list[int] = []
+    for peak in [*peaks, *(int(plain * share) for share in shares if plain)]:
+        if all(abs(peak - other) > SAME_BUDGET * other for other in wanted):
+            wanted.append(peak)
+    return wanted
+
+
+def lowtide_rows(
+    run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]], family: str, budgets: list[int | None]
+) -> None:
+    """Rows of lowtide at some budgets."""
+    options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0}
+    if family == "lowtide compiled":
+        options["compile_stages"] = {"backend": run.backend}
+    if family == "lowtide offloading":
+        options = {"strategy": "auto"}
+    for budget in budgets:
+        amount = "the least" if budget is None else harness.bytes_cell(budget)
+        row = Row(network.title, f"{family} within {amount}", family, compiled="compile_stages" in options)
+
+        def measure(row: Row, budget: int | None = budget) -> None:
+            measure_lowtide(run, *made, budget, options, row)
+
+        run.row(row, family, measure)
+
+
+# Passes
+
+
+def eager_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
+    """The eager peers, then lowtide at their peaks."""
+    for name, way in eager_peers(run, network, made[0]).items():
+
+        def measure(row: Row, way: AbstractContextManager[Call] = way) -> None:
+            measure_peer(run, *made, way, row)
+
+        run.row(Row(network.title, name, "peer"), "peer", measure)
+    budgets = budgets_from(run.of(network), compiled=False, shares=SHARES)
+    lowtide_rows(run, network, made, "lowtide", [*budgets, None])
+
+
+def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
+    """The model compiled as a whole, lowtide with compiled stages; then budgets of the compiler's own."""
+    for memory_budget in [1.0, *run.memory_budgets]:
+        name = "plain, compiled" if memory_budget == 1 else f"activation_memory_budget {memory_budget:g}, compiled"
+
+        def measure(row: Row, memory_budget: float = memory_budget) -> None:
+            measure_peer(run, *made, compiled_whole(made[0], run.backend, memory_budget), row)
+
+        run.row(Row(network.title, name, "peer", compiled=True), "compile", measure)
+        shares = SHARES if memory_budget == 1 else ()
+        lowtide_rows(
+            run, network, made, "lowtide compiled", [*budgets_from(run.of(network), compiled=True, shares=shares)]
+        )
+
+
+def offloading_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
+    """Rows of lowtide with the link to the host, as fast as that was measured."""
+    peaks = [row.peak_bytes for row in run.of(network) if row.way == "plain, eager" and row.peak_bytes]
+    lowtide_rows(run, network, made, "lowtide offloading", [int(peak * share) for peak in peaks for share in SHARES])
+
+
+PASSES = {"eager": eager_pass, "compiled": compiled_pass, "offloading": offloading_pass}
+
+
+def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
+    """Group by group of networks, each pass over all of a group before the next one."""
+    for group in sorted({network.group for network in networks}):
+        for name in passes:
+            for network in (n for n in networks if n.group == group):
+                torch.manual_seed(0)
+                if not run.clock.allows(min(run.guess_seconds.values())):
+                    run.skipped.append(f"{network.title}: {name}")
+                    continue
+                made = network.make(str(run.device), None)
+                PASSES[name](run, network, made)
+                del made
+                harness.release(run.device)
+
+
+def main(given: list[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_common_arguments(parser)
+    parser.add_argument("--passes", nargs="*", choices=list(PASSES), default=list(PASSES))
+    parser.add_argument("--memory-budgets", nargs="*", type=float, default=[0.5, 0.2], help="activation_memory_budget")
+    parser.add_argument("--segments", nargs="*", type=int, help="numbers of segments for checkpoint_sequential")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
+    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
+    parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
+    parser.add_argument("--limits", nargs="*", default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch")
+    arguments = parser.parse_args(given)
+    if arguments.draw:
+        values = json.loads(arguments.draw.read_text())
+        entries = [Batches(**entry) for entry in values["largest_batches"]]
+        rows = [Row(**row) for row in values["rows"]]
+        write(arguments.draw.parent, arguments.draw.stem, values["facts"], rows, entries, values["skipped"])
+        return
+    device = torch.device(arguments.device)
+    networks = [
+        n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.title + n.name, arguments.only)
+    ]
+    run = Run(arguments, device)
+    try:
+        with run.clock.enforced():
+            if arguments.largest_batch:
+                largest_batches(run, networks, arguments.limits)
+            else:
+                measure_all(run, networks, arguments.passes)
+    except harness.OutOfTimeError:
+        run.skipped.append("what followed")
+    run.save()
+    run.say_where()
+
+
+if __name__ == "__main__":
+    main()

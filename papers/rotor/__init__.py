@@ -1,0 +1,1 @@
+"""Optimal checkpointing for heterogeneous chains: its experiments, run on a real device."""

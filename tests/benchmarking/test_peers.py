@@ -1,0 +1,119 @@
+"""The peers' benchmark: what it concludes from rows, and a whole run on a CPU in small."""
+
+import json
+import time
+
+import pytest
+from benchmarks import harness, peer_batches, peers
+from benchmarks.peer_batches import largest
+from benchmarks.peer_claim import NOISE, Row, claim_lines, verdicts
+
+
+def row(way: str, family: str, seconds: float | None, peak_bytes: int | None, **more) -> Row:
+    return Row("n", way, family, seconds=seconds, peak_bytes=peak_bytes, **more)
+
+
+def test_the_claim_compares_at_equal_memory_and_at_equal_time():
+    rows = [
+        row("peer", "peer", 2.0, 100),
+        row("a", "lowtide", 1.5, 101),  # too large to count at its memory, but no slower
+        row("b", "lowtide", 1.8, 90),
+        row("c", "lowtide compiled", 1.9, 60),
+        row("d", "lowtide", 2.5, 40),  # too slow to count at its time
+    ]
+    (verdict,) = verdicts(rows)
+    assert verdict.at_its_memory is rows[2]
+    assert verdict.slower == pytest.approx(-0.1)
+    assert verdict.at_its_time is rows[3]
+    assert verdict.larger == pytest.approx(-0.4)
+    assert verdict.holds
+
+
+def test_the_claim_fails_by_as_much_as_it_fails():
+    rows = [row("fast", "peer", 1.0, 100), row("own", "lowtide", 1.1, 80), row("all", "lowtide", 1.0, 120)]
+    (verdict,) = verdicts(rows)
+    assert not verdict.holds_at_its_memory
+    assert verdict.slower == pytest.approx(0.1)
+    assert not verdict.holds_at_its_time
+    assert verdict.larger == pytest.approx(0.2)
+    assert "+10.0%" in "\n".join(claim_lines(rows))
+    assert "Both hold for 0 of 1" in claim_lines(rows)[-1]
+
+
+def test_where_lowtide_is_never_so_lean_or_so_fast_the_claim_fails():
+    rows = [row("lean", "peer", 1.0, 10), row("own", "lowtide", 5.0, 50)]
+    (verdict,) = verdicts(rows)
+    assert verdict.at_its_memory is None
+    assert verdict.at_its_time is None
+    assert not verdict.holds
+
+
+def test_less_than_the_noise_is_no_difference_and_what_was_not_measured_does_not_count():
+    rows = [row("peer", "peer", 1.0, 100), row("own", "lowtide", 1.0 + NOISE / 2, 90), row("oom", "peer", None, None)]
+    (verdict,) = verdicts(rows)
+    assert verdict.holds
+
+
+def test_budgets_are_the_peers_peaks_each_once():
+    rows = [
+        row("plain, eager", "peer", 1.0, 1000),
+        row("x", "peer", 1.0, 1004),
+        row("y", "peer", 1.0, 500),
+        row("z", "peer", 1.0, 300, compiled=True),
+        row("own", "lowtide", 1.0, 50),
+    ]
+    assert peers.budgets_from(rows, compiled=False, shares=(0.5, 0.2)) == [1000, 500, 200]
+    assert peers.budgets_from(rows, compiled=True, shares=()) == [300]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 16, 17, 100])
+@pytest.mark.parametrize("start", [1, 4, 50])
+def test_the_largest_batch_is_found_to_within_one_in_sixteen(limit, start):
+    found = largest(lambda size: size <= limit, start)
+    assert found <= limit
+    assert limit - found <= max(0, limit // 16)
+
+
+def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
+    clock = harness.Clock(0.05)
+    assert not clock.allows(1.0)
+    with pytest.raises(harness.OutOfTimeError), clock.enforced():
+        time.sleep(60)
+    assert harness.Clock(None).allows(1e9)
+
+
+@pytest.mark.slow
+def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "SHARES", ())
+    given = ["--tiny", "--device", "cpu", "--only", "gpt", "--output", str(tmp_path)]
+    peers.main([*given, "--passes", "eager", "compiled", "--memory-budgets", "--segments", "2"])
+    written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())
+    assert {"machine", "torch", "date"} <= set(written["facts"])
+    rows = [Row(**values) for values in written["rows"]]
+    assert [r.way for r in rows if not r.is_measured] == []
+    assert {r.family for r in rows} == {"peer", "lowtide", "lowtide compiled"}
+    assert all(r.peak_bytes <= r.budget_bytes for r in rows if r.budget_bytes)
+    assert "Claim: " in (tmp_path / "peers-tiny-cpu.md").read_text()
+    assert (tmp_path / "peers-tiny-cpu.png").exists()
+    # going on with a finished run measures nothing again
+    peers.main([*given, "--passes", "eager", "--segments", "2", "--resume", str(tmp_path / "peers-tiny-cpu.json")])
+    assert len(json.loads((tmp_path / "peers-tiny-cpu.json").read_text())["rows"]) == len(rows)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cut_leaves_valid_results(tmp_path):
+    peers.main(["--tiny", "--device", "cpu", "--only", "gpt", "--seconds", "1.5", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())
+    assert written["skipped"]
+
+
+@pytest.mark.slow
+def test_the_largest_batches_in_small(tmp_path, monkeypatch):
+    ways = peer_batches.ways_of
+    few = ("plain, eager", "lowtide")
+    monkeypatch.setattr(peer_batches, "ways_of", lambda *given: {name: ways(*given)[name] for name in few})
+    given = ["--tiny", "--device", "cpu", "--only", "gpt", "--largest-batch", "--limits", "1MiB"]
+    peers.main([*given, "--output", str(tmp_path)])
+    batches = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())["largest_batches"]
+    by_way = {entry["way"]: entry["batch"] for entry in batches}
+    assert by_way["lowtide"] >= by_way["plain, eager"] > 0

@@ -1,0 +1,27 @@
+"""The benchmark of variants: a whole run on a CPU in small, and one that is cut."""
+
+import json
+
+import pytest
+from benchmarks import variants
+from benchmarks.peer_claim import Row
+
+
+@pytest.mark.slow
+def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "SHARES", (0.75,))
+    monkeypatch.setattr(variants, "DEFAULT_BUDGETS", (0.4,))
+    variants.main(["--tiny", "--device", "cpu", "--only", "gpt", "--output", str(tmp_path)])
+    written = json.loads((tmp_path / "variants-tiny-cpu.json").read_text())
+    rows = [Row(**values) for values in written["rows"]]
+    assert [row.way for row in rows if not row.is_measured] == []
+    mix = next(row for row in rows if row.way.startswith("mix within"))
+    assert "budget 0.4" in mix.note
+    assert mix.peak_bytes <= mix.budget_bytes
+    assert "blocks.0 (x 4): as it is" in (tmp_path / "variants-tiny-cpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cut_leaves_valid_results(tmp_path):
+    variants.main(["--tiny", "--device", "cpu", "--only", "gpt", "--seconds", "3", "--output", str(tmp_path)])
+    assert json.loads((tmp_path / "variants-tiny-cpu.json").read_text())["facts"]["machine"]

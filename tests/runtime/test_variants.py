@@ -1,0 +1,251 @@
+"""Variants: blocks compiled so that they save less, checked, chosen by the solver, and run as the schedule says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tests.runtime.schedules import random_schedule
+from tests.runtime.training import assert_equal, batches, train
+from torch import nn
+
+import lowtide
+from lowtide import Backward, Forward, Schedule
+from lowtide.chain import Stage, Variant
+from lowtide.runtime.attach import attach
+from lowtide.runtime.capture import capture
+from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.measure import _not_dominated, measure_split
+from lowtide.runtime.meter import Meter
+
+# The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
+BACKEND = "aot_eager_decomp_partition"
+BUDGETS = (0.6, 0.0)
+SHAPE = (64, 16)
+RECOMPUTE = {"bandwidth": 0, "strategy": "rotor"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+        if self.dropout:
+            y = F.dropout(y, self.dropout, self.training) * torch.sigmoid(y)
+        return x + y
+
+
+def deep(depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(SHAPE[1], dropout) for _ in range(depth)))
+
+
+@functools.cache
+def compiled_numbers(dropout: float = 0.0) -> dict[str, torch.Tensor]:
+    """Training of the compiled model without lowtide."""
+    model = deep(dropout=dropout)
+    for block in model:
+        block.compile(backend=BACKEND, dynamic=False)
+    return train(model, batches(SHAPE, 3))
+
+
+def compiled_and_measured(model: nn.Module, backend=BACKEND, **options):
+    x = batches(SHAPE, 1)[0].requires_grad_()
+    split = capture(model, x, blocks=True)
+    compiled = CompiledStages(model, split, {"backend": backend, "dynamic": False}, BUDGETS)
+    return split, compiled, measure_split(model, split, x, compiled=compiled, **options)
+
+
+def test_a_block_is_measured_in_each_of_its_variants() -> None:
+    model = deep()
+    _, compiled, chain = compiled_and_measured(model)
+    compiled.remove()
+    assert [stage.name for stage in chain.stages] == ["0", "1", "2", "3"]
+    for stage in chain.stages:
+        assert {variant.name for variant in stage.variants} >= {"budget 0"}  # the leanest is never dominated
+        assert all(variant.saved_bytes < stage.saved_bytes for variant in stage.variants)
+        assert stage.variants[-1].saved_bytes == stage.output_bytes
+    assert not chain.provenance["notes"]
+    assert torch._functorch.config.activation_memory_budget == 1.0
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_equal_blocks_share_one_compilation_of_each_variant() -> None:
+    budgets: list[float] = []
+
+    def counting(graph, inputs):
+        budgets.append(torch._functorch.config.activation_memory_budget)
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    _, compiled, _ = compiled_and_measured(deep(), backend=counting)
+    compiled.remove()
+    assert sorted(budgets) == [0.0, 0.6, 1.0]
+
+
+@pytest.fixture(scope="module")
+def compiled_model():
+    model = deep()
+    split, compiled, chain = compiled_and_measured(model)
+    yield model, split, chain
+    compiled.remove()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_schedule_with_variants_gives_the_numbers_of_the_compiled_model(compiled_model, seed: int) -> None:
+    model, split, chain = compiled_model
+    model.load_state_dict(deep().state_dict())
+    assert all(stage.variants for stage in chain.stages)
+    drawn = random_schedule(chain.num_stages, seed, moves=0.4 * (seed % 2))
+    variant = {k: (k + seed) % chain.stage(k).num_variants for k in range(1, chain.num_stages + 1)}
+    operations = [
+        Forward(op.stage, "all", variant[op.stage]) if isinstance(op, Forward) and op.save == "all" else op
+        for op in drawn.operations
+    ]
+    solution = _as_solution(chain, Schedule("random", operations))
+    with attach(model, solution, split=split, strict=seed == 0):
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
+
+
+def _as_solution(chain: lowtide.Chain, schedule: Schedule) -> lowtide.Solution:
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    return dataclasses.replace(solution, schedule=schedule)
+
+
+def plain_peak() -> int:
+    model = deep()
+    with Meter("cpu") as meter:
+        model(batches(SHAPE, 1)[0]).square().mean().backward()
+        return meter.peak_bytes
+
+
+def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model() -> None:
+    model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
+    budget = int(0.85 * plain_peak())
+    options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": BACKEND}}
+    with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, **options) as plan:
+        chosen = {op.stage for op in plan.schedule.operations if isinstance(op, Forward) and op.variant}
+        assert chosen
+        assert plan.stats().measured_peak_bytes <= budget
+        assert "variants" in str(plan)
+        assert "budget 0" in str(plan)
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(model(x), model(x))
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_a_variant_that_draws_dropout_anew_is_refused_in_one_line() -> None:
+    model = deep(dropout=0.3)
+    split, compiled, chain = compiled_and_measured(model)
+    refused = [note for note in chain.provenance["notes"] if "'budget 0'" in note]
+    assert len(refused) == 1  # once for all equal stages
+    assert "draws random numbers (dropout) anew" in refused[0]
+    assert "\n" not in refused[0]
+    assert all(variant.name != "budget 0" for stage in chain.stages for variant in stage.variants)
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="rotor", manage_weights=False)
+    with attach(model, solution, split=split):
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers(0.3))
+    compiled.remove()
+
+
+class OffBy(nn.Module):
+    """Stands for a compiler's mistake: the gradient is a little off where the budget is below 1."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def backend(self, graph, inputs):
+        factor = 1.0 if torch._functorch.config.activation_memory_budget == 1.0 else self.factor
+
+        def run(*args):
+            return tuple(_Scaled.apply(out, factor) for out in graph(*args))
+
+        return run
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize(
+    ("factor", "allow_rounding", "refused"),
+    [
+        (1.001, False, True),
+        (1.001, True, True),
+        (1 + 2**-23, False, True),
+        (1 + 2**-23, True, False),
+        (1.0, False, False),
+    ],
+)
+def test_a_variant_with_other_gradients_is_refused(factor: float, allow_rounding: bool, refused: bool) -> None:
+    _, compiled, chain = compiled_and_measured(deep(2), backend=OffBy(factor).backend, allow_rounding=allow_rounding)
+    compiled.remove()
+    assert bool(chain.provenance["notes"]) == refused
+    if refused:
+        assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
+
+
+def test_a_schedule_with_variants_is_refused_where_none_are_compiled() -> None:
+    model = deep(2)
+    operations = [Forward(1, "all", 1), Forward(2, "all"), Backward(2), Backward(1)]
+    with pytest.raises(lowtide.PlanError, match="has none compiled"):
+        attach(model, Schedule("by hand", operations))
+    assert "_compiled_call_impl" not in vars(model)
+    split, compiled, chain = compiled_and_measured(model)
+    with pytest.raises(lowtide.PlanError, match="attach the solution"):
+        attach(model, Schedule("by hand", operations), split=split)
+    renamed = [dataclasses.replace(stage, variants=(Variant("other", 1, 1, 2**20),)) for stage in chain.stages]
+    other = dataclasses.replace(chain, stages=tuple(renamed))
+    with pytest.raises(lowtide.PlanError, match="'other', which is not compiled"):
+        attach(model, _as_solution(other, Schedule("by hand", operations)), split=split)
+    compiled.remove()
+
+
+def test_one_stage_as_two_variants_is_refused() -> None:
+    twice = [Forward(1, "all", 1), Forward(2, "all"), Backward(2)]
+    twice += [lowtide.Offload("abar", 1), lowtide.Release("abar", 1), Forward(1, "all", 2), Backward(1)]
+    with pytest.raises(lowtide.PlanError, match="runs as one of them"):
+        attach(deep(2), Schedule("by hand", twice))
+
+
+def test_variants_wants_one_of_its_values() -> None:
+    with pytest.raises(ValueError, match="expected True, False or 'rounding'"):
+        lowtide.fit(deep(2), batches(SHAPE, 1)[0], memory_budget="1GiB", compile_stages=True, variants="some")
+
+
+def test_dominated_variants_are_left_out() -> None:
+    def way(name: str, seconds: float, saved_bytes: int) -> Variant:
+        return Variant(name, seconds, seconds, saved_bytes)
+
+    stage = Stage("s", 1.0, 1.0, output_bytes=1, saved_bytes=10)
+    ways = [way("slower and larger", 1.3, 9), way("good", 1.2, 8), way("same bytes", 1.25, 8), way("lean", 2.0, 1)]
+    ways += [way("no better than the stage", 1.0, 10), way("a twin", 2.0, 1)]
+    assert [variant.name for variant in _not_dominated(stage, ways)] == ["good", "lean"]
+    faster = way("faster and larger", 0.5, 20)
+    assert _not_dominated(stage, [faster]) == [faster]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_inductor_gives_the_same_gradients_in_each_variant_in_16_bits() -> None:
+    model, x = deep(2).to(torch.bfloat16), batches(SHAPE, 1)[0].to(torch.bfloat16).requires_grad_()
+    split = capture(model, x, blocks=True)
+    compiled = CompiledStages(model, split, {"dynamic": False}, (0.0,))
+    chain = measure_split(model, split, x, compiled=compiled)
+    compiled.remove()
+    assert not chain.provenance["notes"]
+    assert [variant.name for variant in chain.stages[0].variants] == ["budget 0"]
