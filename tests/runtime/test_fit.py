@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.file_tier import FileTier
 from lowtide.runtime.meter import Meter
 
 SHAPE = (512, 32)
@@ -165,6 +167,24 @@ def test_models_with_glue_and_a_loss_inside():
                 assert p.grad is None or torch.equal(p.grad, q.grad), name
             budget = int(plan.stats().predicted_peak_bytes * 0.95)
     assert plan.stats().recomputed_per_step > 0
+
+
+def test_copies_that_turn_out_slow_are_not_used(plain_peak, monkeypatch):
+    store = FileTier.store
+
+    def slow(tier, storages):
+        region, ticket = store(tier, storages)
+        ticket.wait()
+        time.sleep(0.05)
+        return region, ticket
+
+    monkeypatch.setattr(FileTier, "store", slow)
+    budget, x = int(plain_peak * 0.7), batches(SHAPE, 1)[0]
+    with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s", strategy="pofo") as plan:
+        assert any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)
+    with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s") as plan:
+        assert not any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)
+        assert "nothing is offloaded" in str(plan)
 
 
 # Files

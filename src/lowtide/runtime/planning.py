@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,19 +16,17 @@ from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import tier_for
 from lowtide.runtime.capture import StageNames
 from lowtide.runtime.compiled import CompiledStages
-from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
-from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
-from lowtide.runtime.meter import Meter
-from lowtide.runtime.preserve import preserved
+from lowtide.runtime.measure_weights import Optimizer
+from lowtide.runtime.rehearsal import Rehearsal, Step, rehearse
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split
 from lowtide.schedule import Offload, Schedule
 from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 # A prediction that is off by more than this is corrected; it is what the documentation promises.
 _TOLERANCE = 0.05
@@ -39,6 +36,12 @@ _LARGEST_NUMBER_BYTES = 16
 
 # Each correction may choose another schedule; after these, the best that was seen to stay within the budget is taken.
 _MOST_REHEARSALS = 3
+
+# Copies were seen to cost up to a quarter of a step more than predicted, where launching kernels is the bottleneck.
+_CLOSE = 1.25
+
+# Steps that are timed to tell two schedules apart.
+_NUM_TIMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,7 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
                 break  # a corrected prediction fits no more; what was seen to fit does
             raise _exact_refusal(error, model, sample, split, chain, settings) from None
         planned = Planned(split, solution, None, tuple(notes))
-        measured = rehearsed_peak(model, sample, planned, settings)
-        measured += unknown_bytes
+        measured = _tried(model, sample, planned, settings).peak_bytes + unknown_bytes
         planned = dataclasses.replace(planned, rehearsed_peak_bytes=measured)
         off = measured - solution.peak_bytes
         fits = measured <= settings.memory_budget
@@ -168,7 +170,43 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
             f"schedule that was tried; {format_bytes(least)} ({least} bytes) would do for the last one",
             minimum_bytes=least,
         )
-    return best
+    return _no_slower_than_recomputing(best, model, sample, settings, unknown_bytes)
+
+
+def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
+    step = Step(sample, settings.loss, settings.optimizer, settings.grads_resident)
+    return rehearse(model, step, lambda handler: planned.execution(model, settings, handler), num_timed=num_timed)
+
+
+def _no_slower_than_recomputing(
+    best: Planned, model: nn.Module, sample: Sample, settings: Settings, unknown_bytes: int
+) -> Planned:
+    """Where recomputation alone is predicted to come close to a schedule that copies, both are timed.
+
+    What copies cost besides the link, above all the time to launch them, is in no chain.
+    """
+    moves = any(isinstance(operation, Offload) for operation in best.solution.schedule.operations)
+    if settings.strategy != "auto" or not moves:
+        return best
+    try:
+        solution = solution_for(best.chain, dataclasses.replace(settings, bandwidth=0))
+    except InfeasibleBudgetError:
+        return best
+    if solution.seconds > _CLOSE * best.solution.seconds:
+        return best
+    alone = Planned(best.split, solution, None, best.notes)
+    tried = _tried(model, sample, alone, settings, num_timed=_NUM_TIMED)
+    peak = tried.peak_bytes + unknown_bytes
+    if peak > settings.memory_budget:
+        return best
+    copying = _tried(model, sample, best, settings, num_timed=_NUM_TIMED)
+    if copying.seconds <= tried.seconds:
+        return best
+    note = (
+        f"with offloading a trial step took {format_seconds(copying.seconds)}, by recomputation alone "
+        f"{format_seconds(tried.seconds)}: nothing is offloaded"
+    )
+    return dataclasses.replace(alone, rehearsed_peak_bytes=peak, notes=(*best.notes, note))
 
 
 def _exact_refusal(
@@ -178,7 +216,7 @@ def _exact_refusal(
     least = dataclasses.replace(settings, memory_budget=error.minimum_bytes)
     try:
         solution = solution_for(chain, least)
-        measured = rehearsed_peak(model, sample, Planned(split, solution, None, ()), least)
+        measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
         return error
     if measured <= error.minimum_bytes:
@@ -266,54 +304,3 @@ def host_bytes(chain: Chain, schedule: Schedule) -> int:
         elif stage is not None:
             total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
     return total
-
-
-def rehearsed_peak(model: nn.Module, sample: Sample, planned: Planned, settings: Settings) -> int:
-    """Run one step under a schedule without leaving a trace; returns its peak, with the optimizer's state that is to
-    come.
-    """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    holder: list[Execution] = []
-
-    def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
-
-    execution = planned.execution(model, settings, call)
-    holder.append(execution)
-    gc.collect()
-    set_aside_bytes = _gradient_bytes(model)
-    with preserved(model), torch.enable_grad():
-        execution.install()
-        try:
-            _set_gradients(model, resident=settings.grads_resident)
-            with Meter(device) as meter:
-                _one_step(model, sample, settings.loss)
-                peak = meter.peak_bytes
-        finally:
-            execution.remove()
-            holder.clear()
-    return peak - set_aside_bytes + _state_to_come(model, settings.optimizer)
-
-
-def _one_step(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None) -> None:
-    result = sample.call(model)
-    target = result if loss is None else loss(result)
-    if loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
-        target = target["loss"]
-    starts = [t for t in tensors_of(target) if t.requires_grad]
-    torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-
-
-def _set_gradients(model: nn.Module, *, resident: bool) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
-
-
-def _state_to_come(model: nn.Module, optimizer: Optimizer) -> int:
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    planned = sum(optimizer_state_bytes(optimizer, trainable).values())
-    return max(0, planned - (existing_state_bytes(model, optimizer) - _gradient_bytes(model)))
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)

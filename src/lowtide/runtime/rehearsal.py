@@ -1,0 +1,118 @@
+"""Trying a schedule: a few steps of the model itself, which leave no trace."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.execution import Execution
+from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.preserve import preserved
+from lowtide.runtime.sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of training is made of besides the model.
+
+    Args:
+        sample: what the model is called with.
+        loss: makes a loss of its result; None: the result is one, or contains one, or all of it counts.
+        optimizer: the optimizer, or its kind.
+        grads_resident: whether gradients are there from the beginning.
+    """
+
+    sample: Sample
+    loss: Callable[[Any], Any] | None
+    optimizer: Optimizer
+    grads_resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a schedule took: the peak of its first step, with the optimizer's state that is to come, and the median time
+    of the steps after it.
+    """
+
+    peak_bytes: int
+    seconds: float
+
+
+def rehearse(
+    model: nn.Module, step: Step, execution_for: Callable[[Callable[..., Any]], Execution], *, num_timed: int = 0
+) -> Rehearsal:
+    """Run steps under a schedule without leaving a trace.
+
+    Args:
+        model: the model.
+        step: how it is trained.
+        execution_for: makes the execution, given who is to be called in place of the model.
+        num_timed: how many steps to time after the first.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    holder: list[Execution] = []
+
+    def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
+
+    execution = execution_for(call)
+    holder.append(execution)
+    gc.collect()
+    set_aside_bytes = _gradient_bytes(model)
+    seconds = []
+    with preserved(model), torch.enable_grad():
+        execution.install()
+        try:
+            _set_gradients(model, resident=step.grads_resident)
+            with Meter(device) as meter:
+                _run(model, step)
+                peak = meter.peak_bytes
+            for _ in range(num_timed):
+                _set_gradients(model, resident=step.grads_resident)
+                begin = _now(device)
+                _run(model, step)
+                seconds.append(_now(device) - begin)
+        finally:
+            execution.remove()
+            holder.clear()
+    peak += _state_to_come(model, step.optimizer) - set_aside_bytes
+    return Rehearsal(peak, statistics.median(seconds) if seconds else 0.0)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _run(model: nn.Module, step: Step) -> None:
+    result = step.sample.call(model)
+    target = result if step.loss is None else step.loss(result)
+    if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
+        target = target["loss"]
+    starts = [t for t in tensors_of(target) if t.requires_grad]
+    torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+
+
+def _set_gradients(model: nn.Module, *, resident: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
+
+
+def _state_to_come(model: nn.Module, optimizer: Optimizer) -> int:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    planned = sum(optimizer_state_bytes(optimizer, trainable).values())
+    return max(0, planned - (existing_state_bytes(model, optimizer) - _gradient_bytes(model)))
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
