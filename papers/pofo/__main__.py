@@ -1,11 +1,12 @@
 """Figures 2 and 3 of the pofo paper for any chains: draw them, write table and JSON, check the paper's conclusions.
 
     python -m papers.pofo [CHAIN.json …] [--setting v100|h200|slow] [--bandwidth 12GB/s] [--time-scale 1]
-                          [--quick] [--coarse-above 100] [--output DIR]
+                          [--quick] [--coarse-above 100] [--keep] [--output DIR]
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
 ratio of link to compute; the default is the paper's. `--bandwidth` and `--time-scale` make another one. Chains of more
-than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots.
+than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots. `--keep` leaves
+other networks' points of an earlier run in the results.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chains = [_read(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
     points = _run(chains, setting, quick=options.quick, coarse_above=options.coarse_above)
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.keep:
+        points = _merged(_kept(options.output / f"{setting.name}.json"), points)
     lines = write(options.output, setting, points)
     sys.stdout.write("\n".join(lines))
 
@@ -49,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bandwidth", help="of figure 2; figure 3 goes from there to three times as much")
     parser.add_argument("--time-scale", type=float, help="multiply the chains' times")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--coarse-above", type=int, default=100, metavar="STAGES")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     return parser
@@ -80,6 +84,16 @@ def _run(chains: list[lowtide.Chain], setting: Setting, *, quick: bool, coarse_a
             points.append(task.run())
             progress.advance(bar)
     return points
+
+
+def _kept(path: Path) -> list[Point]:
+    return [Point(**entry) for entry in json.loads(path.read_text())["points"]] if path.exists() else []
+
+
+def _merged(kept: list[Point], points: list[Point]) -> list[Point]:
+    """New points in place of kept ones of the same network; networks by name."""
+    new = {point.network for point in points}
+    return sorted([*(point for point in kept if point.network not in new), *points], key=lambda point: point.network)
 
 
 def write(folder: Path, setting: Setting, points: list[Point]) -> list[str]:

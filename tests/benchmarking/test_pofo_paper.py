@@ -45,6 +45,13 @@ def test_quick_figures_of_a_measured_chain(tmp_path: Path, capsys: pytest.Captur
     verdicts = {entry["number"]: entry["verdict"] for entry in values["conclusions"]}
     assert verdicts["3a"] == "holds"
 
+    other = long_chain(5)
+    other.save(tmp_path / "other.json")
+    main([str(tmp_path / "other.json"), "--quick", "--setting", "h200", "--keep", "--output", str(tmp_path)])
+    both = json.loads((tmp_path / "h200.json").read_text())["points"]
+    assert {entry["network"] for entry in both} == {other.name, "inception_v3-b16-500"}
+    assert [entry for entry in both if entry["network"] != other.name] == values["points"]
+
 
 def test_the_conclusions_hold_on_points_made_as_the_paper_says() -> None:
     assert {found.number: found.verdict for found in findings(as_the_paper_says())} == dict.fromkeys(
