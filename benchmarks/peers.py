@@ -13,7 +13,8 @@ with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measu
 claim is checked where the peers are, and further budgets for the curve. A step is forward and backward, without an
 optimizer.
 
-Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had; the picture at the end.
+Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the picture
+at the end.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ numbers from 2 to 2 sqrt(L) (what `checkpoint_sequential` does), `rotor` within 
 within equal steps of plain training's peak, and `revolve` within the same. Every schedule is timed in some real steps,
 and its real peak taken.
 
-Writes rotor-MACHINE.json and .md after every network, so that a run that is cut leaves whatever it had; the picture at the end.
+Writes rotor-MACHINE.json and .md after every network, so that a run that is cut leaves whatever it had, and the picture
+at the end.
 """
 
 from __future__ import annotations

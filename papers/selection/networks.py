@@ -75,10 +75,10 @@ def make(name: str, device: str, batch: int, *, narrow: bool = False) -> tuple[n
         name: `"vgg19"` or `"alexnet"`.
         device: where both are to be.
         batch: pictures.
-        narrow: with narrow linear layers, where only the command is to be tried.
+        narrow: smaller pictures and narrow linear layers, where only the command is to be tried.
     """
     model: Any
-    model, sample = zoo.make(name, batch=batch, image=224)
+    model, sample = zoo.make(name, batch=batch, image=96 if narrow else 224)
     if narrow:
         for place, module in enumerate(model.network):
             if isinstance(module, nn.Linear):

@@ -67,9 +67,9 @@ def test_a_run_in_small_and_what_it_writes(tmp_path):
     rows = {row["method"]: row for row in written["rows"]}
     assert set(networks.PAPER_METHODS) <= set(rows)
     assert all(row["peak_bytes"] and row["seconds"] for row in rows.values())
-    peaks = {method: row["peak_bytes"] for method, row in rows.items()}
-    assert peaks["lowtide's dynamic-selection"] <= min(peaks["algorithm 6"], peaks["sqrt(n)"], peaks["plain"])
-    assert peaks["algorithm 6"] < peaks["plain"]
+    assert all(abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) < 0.02 for row in rows.values())
+    least = rows.pop("lowtide's dynamic-selection")["predicted_peak_bytes"]
+    assert all(least <= row["predicted_peak_bytes"] for row in rows.values())
     assert written["skipped"] == []
     assert len(written["figure_5"]["measured"]) == 30
     assert written["figure_5"]["stored_error"] < 0.02
