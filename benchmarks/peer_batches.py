@@ -123,7 +123,8 @@ def ways_of(run: Run, network: Network) -> dict[str, Way]:
     @contextmanager
     def planned(model: nn.Module, batch: Any, limit_bytes: int) -> Iterator[Any]:
         budget = int(limit_bytes * (1 - LEFT_FOR_GAPS)) if run.device.type == "cuda" else limit_bytes
-        with lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd", strategy="rotor", bandwidth=0):
+        optimizer = harness.without_state(model)
+        with lowtide.fit(model, batch, memory_budget=budget, optimizer=optimizer, strategy="rotor", bandwidth=0):
             yield model
 
     ways: dict[str, Way] = {"plain, eager": plain, "every layer checkpointed": layers}

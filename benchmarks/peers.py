@@ -13,7 +13,8 @@ with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measu
 claim is checked where the peers are, and further budgets for the curve. A step is forward and backward, without an
 optimizer.
 
-Writes peers-MACHINE.json, .md and .png after every row: a run that is cut leaves whatever it had.
+Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the picture
+at the end.
 """
 
 from __future__ import annotations
@@ -132,9 +133,9 @@ class Run:
         )
         return row
 
-    def save(self) -> None:
-        """Write all files."""
-        write(self._folder, self._stem, self.facts, self.rows, self.batches, self.skipped)
+    def save(self, *, picture: bool = False) -> None:
+        """Write the results; drawing takes a second, and is left for the end."""
+        write(self._folder, self._stem, self.facts, self.rows, self.batches, self.skipped, picture=picture)
 
     def say_where(self) -> None:
         """Print the folder."""
@@ -142,7 +143,14 @@ class Run:
 
 
 def write(
-    folder: Path, stem: str, facts: dict[str, Any], rows: list[Row], batches: list[Batches], skipped: list[str]
+    folder: Path,
+    stem: str,
+    facts: dict[str, Any],
+    rows: list[Row],
+    batches: list[Batches],
+    skipped: list[str],
+    *,
+    picture: bool = True,
 ) -> None:
     """JSON, table and picture of some rows."""
     order = {network.title: place for place, network in enumerate([*NETWORKS, *TINY])}
@@ -160,7 +168,7 @@ def write(
         "skipped": skipped,
     }
     lines = [*report_lines(facts, rows, skipped), *batch_lines(batches)]
-    harness.write_results(folder, stem, values, lines, lambda plt: draw(plt, facts, rows))
+    harness.write_results(folder, stem, values, lines, (lambda plt: draw(plt, facts, rows)) if picture else None)
 
 
 # Peers
@@ -251,13 +259,14 @@ def measure_lowtide(
 ) -> None:
     """Time and peak of a plan for a budget; None: the least that works."""
     begin = time.perf_counter()
+    options = {**options, "optimizer": harness.without_state(model)}
     if budget is None:
         try:
-            lowtide.fit(model, batch, memory_budget=1, optimizer="sgd", **options).detach()
+            lowtide.fit(model, batch, memory_budget=1, **options).detach()
         except lowtide.InfeasibleBudgetError as error:
             budget = error.minimum_bytes
     row.budget_bytes = budget
-    with lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd", **options) as plan:
+    with lowtide.fit(model, batch, memory_budget=budget, **options) as plan:
         row.set_up_seconds = time.perf_counter() - begin
         fill(row, harness.time_steps(harness.training_step(model, model, batch), run.device))
         stats = plan.stats()
@@ -381,7 +390,7 @@ def main(given: list[str] | None = None) -> None:
                 measure_all(run, networks, arguments.passes)
     except harness.OutOfTimeError:
         run.skipped.append("what followed")
-    run.save()
+    run.save(picture=True)
     run.say_where()
 
 

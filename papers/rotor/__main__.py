@@ -11,7 +11,8 @@ numbers from 2 to 2 sqrt(L) (what `checkpoint_sequential` does), `rotor` within 
 within equal steps of plain training's peak, and `revolve` within the same. Every schedule is timed in some real steps,
 and its real peak taken.
 
-Writes rotor-MACHINE.json, .md and .png after every network: a run that is cut leaves whatever it had.
+Writes rotor-MACHINE.json and .md after every network, so that a run that is cut leaves whatever it had, and the picture
+at the end.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Run:
             values = json.loads(arguments.resume.read_text())
             self.points = [Point(**point) for point in values["points"]]
 
-    def save(self) -> None:
-        """Write all files."""
+    def save(self, *, picture: bool = False) -> None:
+        """Write the results; drawing takes a second, and is left for the end."""
         values = {
             "facts": self.facts,
             "summary": summary(self.points),
@@ -94,7 +95,8 @@ class Run:
             "notes": self.notes,
         }
         lines = report_lines(self.facts, self.points, self.notes)
-        harness.write_results(self._folder, self._stem, values, lines, lambda plt: draw(plt, self.facts, self.points))
+        picture_of = (lambda plt: draw(plt, self.facts, self.points)) if picture else None
+        harness.write_results(self._folder, self._stem, values, lines, picture_of)
 
     def add(self, point: Point) -> None:
         """A new point."""
@@ -245,7 +247,7 @@ def main(given: list[str] | None = None) -> None:
                 run.save()
     except harness.OutOfTimeError:
         run.notes.append("the run was cut at its time limit; the last network is not complete")
-    run.save()
+    run.save(picture=True)
     print("\n".join(report_lines(run.facts, run.points, run.notes)))
     run.say_where()
 

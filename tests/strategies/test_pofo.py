@@ -68,13 +68,17 @@ def test_a_budget_that_rotor_cannot_meet_is_met() -> None:
 
 
 def test_both_figures_are_reported_and_conversion_costs_what_lies_between() -> None:
-    for seed in range(8):
+    costs = []
+    for seed in range(6):
         chain = with_random_seconds(random_chain(seed, 10), seed)
-        for budget in budgets(chain, 6, 4):
+        for budget in budgets(chain, 6, 4)[:-1]:
             solution: Solution = solve(chain, memory_budget=budget, strategy="pofo", bandwidth=6)
             assert solution.model_seconds is not None
-            fastest = chain.compute_seconds  # these chains have no variants
-            assert solution.model_seconds >= fastest * (1 - 1e-9)
+            assert solution.model_seconds >= chain.compute_seconds * (1 - 1e-9)  # these chains have no variants
+            costs.append(solution.seconds / solution.model_seconds - 1)
+    assert min(costs) >= -0.05  # below the model only by what it does not know, as copies across the loss
+    assert sum(cost < 0.01 for cost in costs) >= 0.6 * len(costs)
+    assert max(costs) < 0.2  # with 10 stages one value in flight is much of the memory
 
 
 @pytest.mark.parametrize("bandwidth", [1, 10**6, HUGE])

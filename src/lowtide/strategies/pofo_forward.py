@@ -146,8 +146,7 @@ def search(
         limit,
     )
     pool = _new_pool(1024)
-    pool.numbers[0] = (1, 0, -1, 0, 0)
-    pool.amounts[0] = (0.0, 0.0, 0.0, 0.0)
+    pool.numbers[0, STAGE], pool.numbers[0, PARENT] = 1, -1
     pool.size[0] = 1
     first = np.zeros((n + 2, num_kinds + 1), dtype=np.int64)
     first[1, 1:] = 1
@@ -197,7 +196,8 @@ def _labels_all(work: _Work, pool: _Pool, first: Integers, stage: int, kind: int
     after = np.empty((end - begin, 3))
     may_stay = np.ones(end - begin, dtype=np.bool_)
     for row in range(begin, end):
-        after[row - begin] = _after_all(work, pool, row, kind - 1)
+        seconds, leaving, arriving = _after_all(work, pool, row, kind - 1)
+        after[row - begin, 0], after[row - begin, 1], after[row - begin, 2] = seconds, leaving, arriving
     return _branched(work, pool, begin, after, may_stay, _new_pool(64), stage, kind)
 
 
@@ -326,20 +326,18 @@ def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     per_slot = work.num_slots / max(work.memory, 1)
     if not work.exact:
         for row in range(size):
-            amounts = made.amounts[row]
-            slot = slot_of(made.numbers[row, STORED], amounts[LEAVING], amounts[ARRIVING], per_slot, work.num_slots)
-            work.grid[slot] = -1
+            leaving, arriving = made.amounts[row, LEAVING], made.amounts[row, ARRIVING]
+            work.grid[slot_of(made.numbers[row, STORED], leaving, arriving, per_slot, work.num_slots)] = -1
     most = size if work.exact else work.most_labels
     more_stored = 0.0 if work.exact else _SAME_SLOT * work.memory / work.num_slots
     pool = _with_room(pool, min(size, most))
     begin = pool.size[0]
-    for row in np.argsort(made.amounts[:size, AT_LEAST], kind="mergesort"):
+    for row in np.argsort(made.amounts[:size, AT_LEAST].copy(), kind="mergesort"):
         end = pool.size[0]
         if end - begin == most:
             break
         if not _dominated(made, row, pool, begin, end, more_stored, work.bandwidth):
-            pool.numbers[end] = made.numbers[row]
-            pool.amounts[end] = made.amounts[row]
+            _copy_label(made, row, pool, end)
             pool.size[0] += 1
     return pool
 
@@ -377,7 +375,7 @@ def _completed(work: _Work, pool: _Pool, begin: int, end: int) -> tuple[Integers
 
 @kernel
 def _new_pool(capacity: int) -> _Pool:
-    return _Pool(np.empty((capacity, 5), dtype=np.int64), np.empty((capacity, 4)), np.zeros(1, dtype=np.int64))
+    return _Pool(np.zeros((capacity, 5), dtype=np.int64), np.zeros((capacity, 4)), np.zeros(1, dtype=np.int64))
 
 
 @kernel
@@ -387,7 +385,16 @@ def _with_room(pool: _Pool, num_more: int) -> _Pool:
     if size + num_more <= pool.amounts.shape[0]:
         return pool
     larger = _new_pool(2 * (size + num_more))
-    larger.numbers[:size] = pool.numbers[:size]
-    larger.amounts[:size] = pool.amounts[:size]
+    for row in range(size):
+        _copy_label(pool, row, larger, row)
     larger.size[0] = size
     return larger
+
+
+@kernel
+def _copy_label(source: _Pool, row: int, target: _Pool, at: int) -> None:
+    # By element: assignments of rows take seconds to compile.
+    for column in range(source.numbers.shape[1]):
+        target.numbers[at, column] = source.numbers[row, column]
+    for column in range(source.amounts.shape[1]):
+        target.amounts[at, column] = source.amounts[row, column]

@@ -54,7 +54,7 @@ class ContinuousModel:
     """
 
     chain: Chain
-    bandwidth: int
+    bandwidth: float
     recompute: bool
     arrays: ChainArrays
     least_block: Least
@@ -69,7 +69,8 @@ class ContinuousModel:
         arrays = arrays_of(chain, variants=recompute)
         least_block = least_memory(costs_of(chain))
         least = least_forward(arrays, least_block.least_bytes, recompute)
-        return cls(chain, bandwidth, recompute, arrays, least_block, least, bounds_of(arrays, bandwidth))
+        link = float(bandwidth)  # whole numbers beyond 64 bits do not go into compiled loops
+        return cls(chain, link, recompute, arrays, least_block, least, bounds_of(arrays, link))
 
     @property
     def minimum_bytes(self) -> int:
@@ -141,7 +142,7 @@ class ContinuousModel:
             self.bounds,
             self.recompute,
             memory,
-            float(self.bandwidth),
+            self.bandwidth,
             min(_LABEL_SLOTS * slots, _MOST_LABEL_SLOTS),
             _LABELS_PER_SLOT * slots,
             limit * (1 + _SINGLE),

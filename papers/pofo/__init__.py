@@ -1,0 +1,1 @@
+"""The experiments of "Efficient combination of rematerialization and offloading for training DNNs"."""
