@@ -64,7 +64,7 @@ class ExecutedForward(StagedForward):
         super().begin_stage(k)
         run, mode = step.runs[k], step.program.modes[step.program.first[k]]
         run.tape = self.tape
-        self._sorter = Sorter() if mode is Mode.SORT else None
+        self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
         if mode is not Mode.NATIVE:
             sink: Sink | None = self._sorter

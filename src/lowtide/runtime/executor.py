@@ -260,7 +260,7 @@ class Step:
         assert source is not None
         self._check_parameters(k)
         inputs = source.tensors(tape.inputs)
-        sorter = Sorter() if mode is Mode.SORT else None
+        sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
         if operation.save != "all":
             outputs = self._run_again(k, inputs, discard)
         else:

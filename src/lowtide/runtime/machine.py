@@ -70,6 +70,7 @@ class Machine:
         self._first_parameter: nn.Parameter | None = None
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._buffers: dict[int, StageBuffers] = {}
+        self._storages: dict[int, set[int]] = {}
         self.refresh()
 
     # The model, by stage
@@ -80,6 +81,7 @@ class Machine:
         if self._parameters and first is self._first_parameter:
             return
         self._first_parameter = first
+        self._storages.clear()
         for k, modules in self._modules.items():
             unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
             self._parameters[k] = list(unique.values())
@@ -110,12 +112,21 @@ class Machine:
         return self._buffers[k]
 
     def storages_of(self, k: int) -> set[int]:
-        """The addresses of the storages of stage k's parameters and buffers."""
+        """The addresses of the storages of stage k's parameters and buffers.
+
+        Looked up once: a storage that is missing would be moved with the others although that frees nothing, and one
+        that is there in vain would not be; neither harms.
+        """
+        known = self._storages.get(k)
+        if known is not None:
+            return known
         tensors: list[torch.Tensor] = []
         for _, module in self._modules[k]:
             tensors += [tensor for tensor in module._buffers.values() if tensor is not None]
             tensors += [tensor for tensor in module._parameters.values() if tensor is not None]
-        return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+        found = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+        self._storages[k] = found
+        return found
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""

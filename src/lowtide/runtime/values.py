@@ -106,32 +106,19 @@ class _Item:
     """One tensor that a sorted run saved.
 
     Exactly one of these holds: it is a view of the stage's input (`number`), a view of storages that can be moved
-    (`view` alone), or some other's tensor (`tensor`).
+    (`view` alone), or some other's, or too small to be moved (`tensor`).
     """
 
     __slots__ = ("number", "tensor", "unchanged", "version", "view")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # What autograd hands to hooks has no history, as a rule.
-        self.tensor: torch.Tensor | None = tensor.detach() if tensor.requires_grad else tensor
-        self.version = version_of(tensor)
-        self.view: View | None = None
-        self.number: int | None = None
-        self.unchanged = True
-
-    def sort(self, cargo: Cargo, inputs: Mapping[int, int], fixed: set[int]) -> None:
-        """Find out what it is, now that the run has ended."""
-        tensor = self.tensor
-        assert tensor is not None
-        self.unchanged = version_of(tensor) == self.version
-        if not is_movable(tensor):
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata in inputs:
-            self.number, self.view, self.tensor = inputs[storage._cdata], View(None, tensor), None
-        # FSDP empties the storages of parameters that it gathers
-        elif storage._cdata not in fixed and storage.nbytes():
-            self.view, self.tensor = cargo.view(tensor), None
+    def __init__(
+        self, tensor: torch.Tensor | None, version: int, unchanged: bool, view: View | None, number: int | None
+    ) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.unchanged = unchanged
+        self.view = view
+        self.number = number
 
     def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
         """Give the placeholder its tensor, on the device."""
@@ -175,15 +162,26 @@ class Saved(Activation):
 
 
 class Sorter:
-    """Tells what a run saves apart: views of its input, what must stay as it is, and its own, which can be moved."""
+    """Tells what a run saves apart: views of its input, what must stay as it is, and its own, which can be moved.
 
-    def __init__(self) -> None:
+    Args:
+        smallest_bytes: storages smaller than this stay as they are.
+    """
+
+    __slots__ = ("_smallest_bytes", "_tensors", "_versions", "cargo", "items")
+
+    def __init__(self, smallest_bytes: int) -> None:
         self.cargo = Cargo()
         self.items: list[_Item] = []
+        self._smallest_bytes = smallest_bytes
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor; some operations fill it only later, so nothing is copied here."""
-        self.items.append(_Item(tensor))
+        # What autograd hands to hooks has no history, as a rule.
+        self._tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+        self._versions.append(version_of(tensor))
 
     def finish(self, inputs: Mapping[int, torch.Tensor], fixed: set[int]) -> None:
         """The run has ended.
@@ -193,8 +191,22 @@ class Sorter:
             fixed: addresses of storages that are not the stage's: parameters, buffers, held tensors.
         """
         addresses = {t.untyped_storage()._cdata: number for number, t in inputs.items() if is_movable(t)}
-        for item in self.items:
-            item.sort(self.cargo, addresses, fixed)
+        for tensor, version in zip(self._tensors, self._versions, strict=True):
+            self.items.append(self._sorted(tensor, version, addresses, fixed))
+        self._tensors.clear()
+
+    def _sorted(self, tensor: torch.Tensor, version: int, inputs: Mapping[int, int], fixed: set[int]) -> _Item:
+        unchanged = version_of(tensor) == version
+        if not is_movable(tensor):
+            return _Item(tensor, version, unchanged, None, None)
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in inputs:
+            return _Item(None, version, unchanged, View(None, tensor), inputs[address])
+        # FSDP empties the storages of parameters that it gathers, so they may be small as well.
+        if address in fixed or storage.nbytes() < self._smallest_bytes:
+            return _Item(tensor, version, unchanged, None, None)
+        return _Item(None, version, unchanged, self.cargo.view(tensor), None)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
