@@ -55,7 +55,7 @@ FIRST_GUESS_SECONDS = {
     "peer": 4.0,
     "lowtide": 8.0,
     "compile": 45.0,
-    "lowtide compiled": 20.0,
+    "lowtide compiled": 40.0,
     "lowtide offloading": 25.0,
 }
 
