@@ -53,6 +53,7 @@ RESULTS = Path(__file__).parent / "results"
 # What one row takes on a GPU, as a first guess; afterwards what the last one of its kind took.
 FIRST_GUESS_SECONDS = {
     "peer": 4.0,
+    "save_on_cpu": 20.0,
     "lowtide": 8.0,
     "compile": 45.0,
     "lowtide compiled": 40.0,
@@ -221,10 +222,9 @@ def eager_peers(run: Run, network: Network, model: nn.Module) -> dict[str, Abstr
     }
     if network.trunk is not None:
         length = len(layers_of(model, network.trunk))
-        counts = run.num_segments or [2, round(length**0.5), round(2 * length**0.5)]
+        counts = run.num_segments or [2, round(length**0.5)]
         for count in dict.fromkeys(min(count, length) for count in counts):
             ways[f"checkpoint_sequential, {count} segments"] = in_segments(model, network.trunk, count)
-    ways["save_on_cpu"] = saved_on_cpu(model, run.device)
     return ways
 
 
@@ -336,9 +336,18 @@ def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, A
 
 
 def offloading_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
-    """Rows of lowtide with the link to the host, as fast as that was measured."""
+    """Everything saved on the host, and lowtide with the link to it, as fast as that was measured."""
+
+    def measure(row: Row) -> None:
+        measure_peer(run, *made, saved_on_cpu(made[0], run.device), row)
+
+    row = run.row(Row(network.title, "save_on_cpu", "peer"), "save_on_cpu", measure)
     peaks = [row.peak_bytes for row in run.of(network) if row.way == "plain, eager" and row.peak_bytes]
-    lowtide_rows(run, network, made, "lowtide offloading", [int(peak * share) for peak in peaks for share in SHARES])
+    budgets: list[int | None] = [int(peak * share) for peak in peaks for share in SHARES]
+    if row is not None and row.peak_bytes:
+        budgets.insert(0, row.peak_bytes)
+        lowtide_rows(run, network, made, "lowtide", [row.peak_bytes])
+    lowtide_rows(run, network, made, "lowtide offloading", budgets)
 
 
 PASSES = {"eager": eager_pass, "compiled": compiled_pass, "offloading": offloading_pass}

@@ -1,5 +1,6 @@
 """The benchmark of scale: its budgets, and a whole run on a CPU in small."""
 
+import itertools
 import json
 
 import pytest
@@ -21,7 +22,7 @@ def test_budgets_lie_between_the_least_and_everything():
 
 def test_different_stages_are_all_different():
     widths = scale.widths_of("different stages", 10, 8)
-    assert len({*zip(widths, widths[1:], strict=False)}) == 10
+    assert len({*itertools.pairwise(widths)}) == 10
     assert len(set(scale.widths_of("equal stages", 10, 8))) == 1
 
 
