@@ -68,3 +68,10 @@ def test_people_see_a_chart(solved):
     assert any(line.startswith(" 15.62 KiB") and "┄" in line for line in lines)
     assert any(line.startswith("   compute ffff") and line.endswith("bbbb") for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_people_see_what_the_conversion_of_a_plan_costs(solved, files, capsys):
+    assert main(["solve", files["chain"], "--strategy", "pofo", "--memory", "12kB", "--bandwidth", "20kB/s"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model"))
+    assert len(line) <= 80
+    assert line.endswith("%")

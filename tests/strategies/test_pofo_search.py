@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from tests.chains import random_chain, random_chains, with_random_seconds
+from tests.chains import long_chain, random_chain, random_chains, with_random_seconds
 from tests.continuous import best_seconds, schedules
 
 from lowtide import Chain, Schedule, simulate
@@ -30,6 +30,15 @@ def test_the_value_is_that_of_an_exhaustive_search(num_stages: int, recompute: b
         budget = rng.randint(model.minimum_bytes, max(model.minimum_bytes, highest(chain)))
         expected = best_seconds(chain, budget, bandwidth, recompute=recompute)
         assert model.plans(budget, 50, 3)[0].seconds == pytest.approx(expected, rel=1e-9), chain.name
+
+
+def test_sizes_that_slots_round_change_nothing() -> None:
+    rng = random.Random(2)
+    for seed in range(10):
+        chain, bandwidth = long_chain(4, seed), rng.choice((10**7, 10**8))
+        model = ContinuousModel.of(chain, bandwidth, recompute=True)
+        budget = rng.randint(model.minimum_bytes, highest(chain))
+        assert model.plans(budget, 50, 3)[0].seconds == pytest.approx(best_seconds(chain, budget, bandwidth), rel=1e-9)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -150,6 +150,14 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
         pairs.append(
             ("at best", f"{format_seconds(solution.lower_bound_seconds)} for such moves; this is {above:.1%} more")
         )
+    if trace.copies and solution.model_seconds:
+        more = solution.seconds / solution.model_seconds - 1
+        pairs.append(
+            (
+                "model",
+                f"{format_seconds(solution.model_seconds)} with memory freed bit by bit; whole values: {more:+.1%}",
+            )
+        )
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))
