@@ -1,6 +1,6 @@
 """Figures 2 and 3 of the pofo paper for any chains: draw them, write table and JSON, check the paper's conclusions.
 
-    python -m papers.pofo [CHAIN.json …] [--setting v100|h200|slow] [--bandwidth 12GB/s] [--time-scale 1]
+    python -m papers.pofo [CHAIN.json …] [--setting v100|double|h200|slow] [--bandwidth 12GB/s] [--time-scale 1]
                           [--quick] [--coarse-above 100] [--keep] [--output DIR]
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
@@ -24,7 +24,7 @@ import lowtide
 from lowtide.units import parse_bandwidth
 from papers.pofo.conclusions import findings
 from papers.pofo.drawing import draw, finding_lines, point_lines
-from papers.pofo.experiment import COARSE, FINE, QUICK, SETTINGS, Point, Setting, gigabytes, tasks_of
+from papers.pofo.experiment import COARSE, FINE, QUICK, SETTINGS, Point, Setting, figure_title, gigabytes, tasks_of
 
 HERE = Path(__file__).parent
 CHAINS = HERE.parent.parent / "examples" / "chains" / "h200"
@@ -65,7 +65,7 @@ def _setting(options: argparse.Namespace) -> Setting:
     bandwidth = setting.bandwidth if options.bandwidth is None else parse_bandwidth(options.bandwidth)
     scale = setting.time_scale if options.time_scale is None else options.time_scale
     several = gigabytes(*(bandwidth / 1e9 * factor for factor in (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)))
-    return Setting("own", f"times of the chains times {scale:g}, {bandwidth / 1e9:g} GB/s", scale, bandwidth, several)
+    return Setting("own", f"times of the chains times {scale:g}", scale, bandwidth, several)
 
 
 def _read(path: Path) -> lowtide.Chain:
@@ -107,7 +107,7 @@ def write(folder: Path, setting: Setting, points: list[Point]) -> list[str]:
     (folder / f"{setting.name}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     lines = [f"# {setting.title}", "", "## The paper's conclusions", "", *finding_lines(found), ""]
     for figure in (2, 3):
-        draw(folder / f"{setting.name}-figure-{figure}.svg", points, figure, setting.title)
+        draw(folder / f"{setting.name}-figure-{figure}.svg", points, figure, figure_title(setting, figure))
         lines += [f"## Figure {figure}: overhead over plain training, in percent", "", *point_lines(points, figure), ""]
     (folder / f"{setting.name}.md").write_text("\n".join(lines))
     return lines
