@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import json
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
-from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.compiled import CompiledStages, _compiled_function
 from lowtide.runtime.measure import _not_dominated, measure_split
 from lowtide.runtime.meter import Meter
 
@@ -88,6 +90,16 @@ def test_equal_blocks_share_one_compilation_of_each_variant() -> None:
     assert sorted(budgets) == [0.0, 0.6, 1.0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind():
+    """Other tests count all live tensors."""
+    yield
+    compiled_numbers.cache_clear()
+    _compiled_function.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def compiled_model():
     model = deep()
@@ -124,7 +136,7 @@ def plain_peak() -> int:
         return meter.peak_bytes
 
 
-def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model() -> None:
+def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_path) -> None:
     model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
     budget = int(0.85 * plain_peak())
     options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": BACKEND}}
@@ -138,7 +150,38 @@ def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model() -> N
         model.eval()
         with torch.no_grad():
             assert torch.equal(model(x), model(x))
+        plan.save(tmp_path / "plan.json")
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+    _check_saved_plan(tmp_path / "plan.json", chosen)
+
+
+def _check_saved_plan(path, chosen: set[int]) -> None:
+    model = deep()
+    with lowtide.load_plan(path, model) as plan:
+        assert {op.stage for op in plan.schedule.operations if isinstance(op, Forward) and op.variant} == chosen
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
+    values = json.loads(path.read_text())
+    for edit, complaint in (
+        ({"compilation": {**values["compilation"], "torch": "1.0"}}, "checked with torch '1.0'"),
+        ({"compilation": {"budgets": "many"}}, "compilation is not well formed"),
+        ({"compilation": None}, "has none compiled"),
+        ({"memory_budget": "much"}, "memory_budget is 'much'"),
+    ):
+        path.write_text(json.dumps({**values, **edit}))
+        with pytest.raises(lowtide.PlanError, match=complaint):
+            lowtide.load_plan(path, model)
+        assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_a_plan_whose_backend_is_a_function_is_not_saved(tmp_path) -> None:
+    options = {"backend": OffBy(1.0).backend}
+    with (
+        lowtide.fit(
+            deep(2), batches(SHAPE, 1)[0], memory_budget="1GiB", **RECOMPUTE, compile_stages=options, variants=False
+        ) as plan,
+        pytest.raises(lowtide.PlanError, match="name the backend by a string"),
+    ):
+        plan.save(tmp_path / "plan.json")
 
 
 def test_a_variant_that_draws_dropout_anew_is_refused_in_one_line() -> None:

@@ -11,17 +11,19 @@ entries there: so each kind of stage, and each variant of it, has a function of 
 from __future__ import annotations
 
 import functools
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, shown
 from lowtide.runtime.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -138,6 +140,57 @@ class CompiledStages:
         torch.clear_autocast_cache()
 
 
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How stages are compiled.
+
+    Args:
+        options: for `torch.compile`.
+        budgets: of the variants beside variant 0.
+    """
+
+    options: Mapping[str, Any]
+    budgets: tuple[float, ...] = ()
+
+    def of(self, model: nn.Module, split: Split) -> CompiledStages:
+        """The stages of a model, compiled and in place."""
+        return CompiledStages(model, split, self.options, self.budgets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data.
+
+        Raises:
+            PlanError: where an option is not (a backend that is a function).
+        """
+        try:
+            options = json.loads(json.dumps(dict(self.options)))
+        except TypeError:
+            raise PlanError(
+                f"the stages are compiled with options that no file can hold ({shown(dict(self.options))}); "
+                "name the backend by a string"
+            ) from None
+        return {"options": options, "budgets": list(self.budgets), "torch": torch.__version__}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Compilation:
+        """The inverse of `to_dict`.
+
+        Raises:
+            PlanError: for data of another form, and for variants that were checked with another version of torch.
+        """
+        try:
+            options, budgets = dict(values["options"]), tuple(float(budget) for budget in values["budgets"])
+            version = values["torch"]
+        except (KeyError, TypeError, ValueError):
+            raise PlanError(f"compilation is not well formed: {shown(values)}") from None
+        if budgets and version != torch.__version__:
+            raise PlanError(
+                f"the variants of its stages were checked with torch {shown(version)}, and this is "
+                f"{torch.__version__}; fit again"
+            )
+        return cls(options, budgets)
+
+
 def choice_of(model: nn.Module, split: Split) -> Choice | None:
     """How the variants of a model's stages are chosen, where they are compiled."""
     for path in split.paths:
@@ -145,21 +198,6 @@ def choice_of(model: nn.Module, split: Split) -> Choice | None:
         if isinstance(call, CompiledCall) and len(call.choice.names) > 1:
             return call.choice
     return None
-
-
-def budget_of(name: str) -> float:
-    """The inverse of `variant_name`.
-
-    Raises:
-        PlanError: for another name.
-    """
-    word, _, number = name.partition(" ")
-    try:
-        if word != "budget":
-            raise ValueError
-        return float(number)
-    except ValueError:
-        raise PlanError(f"variant {name!r} is not one that lowtide compiles ('budget 0.4'); measure anew") from None
 
 
 def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, StageSplit, int, nn.Module]]:

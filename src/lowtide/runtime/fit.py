@@ -18,7 +18,7 @@ from lowtide.files import read_json
 from lowtide.runtime.attach import check_legal, device_of, tier_for
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import DEFAULT_BUDGETS, CompiledStages
+from lowtide.runtime.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.distributed import is_distributed, is_first, share
 from lowtide.runtime.execution import Execution
@@ -113,8 +113,7 @@ def fit(
         slots=slots,
         strict=strict,
         progress=progress,
-        compile_options=_compile_options(compile_stages),
-        variant_budgets=DEFAULT_BUDGETS if _wants_variants(variants) else (),
+        compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
     )
     fitting = _Fitting(model, settings)
@@ -137,16 +136,13 @@ def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
     return plan_from_dict(share(values, device_of(model)), model, host_memory_budget=options.host_memory_budget)
 
 
-def _compile_options(compile_stages: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    if not compile_stages:
-        return None
-    return {"dynamic": False, **(compile_stages if isinstance(compile_stages, Mapping) else {})}
-
-
-def _wants_variants(variants: bool | str) -> bool:
+def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
     if variants not in (True, False, "rounding"):
         raise ValueError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
-    return bool(variants)
+    if not compile_stages:
+        return None
+    options = {"dynamic": False, **(compile_stages if isinstance(compile_stages, Mapping) else {})}
+    return Compilation(options, DEFAULT_BUDGETS if variants else ())
 
 
 class _Fitting:
@@ -197,6 +193,7 @@ class _Fitting:
             self.settings.bandwidth,
             planned.rehearsed_peak_bytes,
             planned.notes,
+            self.settings.compilation,
         )
 
     def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
@@ -270,16 +267,35 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
     chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
     check_legal(schedule, split.num_stages)
     signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
+    compilation = None if values.get("compilation") is None else Compilation.from_dict(values["compilation"])
+    numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
+    bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
+    compiled: list[CompiledStages] = []
     needed = 0 if chain is None else host_bytes(chain, schedule)
     tier = tier_for(model, host_memory_budget, needed)
 
-    def make(handler: Handler) -> Part:
-        execution = Execution(model, split, schedule, chain, tier, handler)
-        numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
-        bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
-        return Part(execution, signature, numbers["memory_budget"], bandwidth, numbers["rehearsed_peak_bytes"])
+    def undo() -> None:
+        for stages in compiled:
+            stages.remove()
 
-    return Plan(model, make)
+    def make(handler: Handler) -> Part:
+        if compilation is not None:
+            compiled.append(compilation.of(model, split))
+        try:
+            execution = Execution(model, split, schedule, chain, tier, handler)
+        except BaseException:
+            undo()
+            raise
+        return Part(
+            execution,
+            signature,
+            numbers["memory_budget"],
+            bandwidth,
+            numbers["rehearsed_peak_bytes"],
+            compilation=compilation,
+        )
+
+    return Plan(model, make, undo=undo)
 
 
 def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
+from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
 from lowtide.runtime.plan_text import plan_text
@@ -62,6 +63,7 @@ class Part:
         bandwidth: that it was solved for.
         rehearsed_peak_bytes: what a trial step took, where there was one.
         notes: what people should know of it.
+        compilation: how its stages are compiled, where they are.
     """
 
     execution: Execution
@@ -70,6 +72,7 @@ class Part:
     bandwidth: int = 0
     rehearsed_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    compilation: Compilation | None = None
 
 
 Handler = Callable[..., Any]
@@ -293,6 +296,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, in the file format `lowtide.plan/1`."""
         part = self._part
+        compilation = part.compilation
         return {
             "format": FORMAT,
             "model": fingerprint(self.model),
@@ -303,6 +307,7 @@ class Plan:
             "split": self.split.to_dict(),
             "chain": None if self.chain is None else self.chain.to_dict(),
             "schedule": self.schedule.to_dict(),
+            **({} if compilation is None else {"compilation": compilation.to_dict()}),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import tier_for
 from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.compiled import Compilation, CompiledStages
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
@@ -59,8 +59,7 @@ class Settings:
     slots: int | None
     strict: bool
     progress: Callable[[str, float], None] | None
-    compile_options: Mapping[str, Any] | None = None
-    variant_budgets: tuple[float, ...] = ()
+    compilation: Compilation | None = None
     allow_rounding: bool = False
 
 
@@ -100,12 +99,10 @@ def measured_for(
     model: nn.Module, sample: Sample, settings: Settings
 ) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
     """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
-    options = settings.compile_options
+    compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
-        compiled = None
-        if options is not None:
-            compiled = CompiledStages(model, split, options, settings.variant_budgets)
+        compiled = None if compilation is None else compilation.of(model, split)
         try:
             chain = measure_split(
                 model,
@@ -124,9 +121,7 @@ def measured_for(
             raise
         return chain, compiled
 
-    return capture_for(
-        work, model, sample, stages=settings.stages, loss=settings.loss, blocks=settings.compile_options is not None
-    )
+    return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)
 
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
