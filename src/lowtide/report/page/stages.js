@@ -19,6 +19,9 @@ class StageTable {
       ...(chain.weight.some((weight) => weight) ? [{ title: "Weights", ...bytes("weight") }] : []),
       { title: "Runs", value: (k) => this.state.plan.forwards[k], text: (count) => `${count}×`, number: true, changes: true },
       { title: "Its activations are", value: (k) => this.state.plan.fates[k], text: (fate) => state.data.fates[fate], changes: true, isFate: true },
+      ...(chain.variants.some((names) => names.length)
+        ? [{ title: "Runs as", value: (k) => chain.variants[k][this.state.plan.variants[k] - 1] ?? "as it is", text: String, changes: true }]
+        : []),
       ...(plans.some((plan) => plan.moved)
         ? [{ title: "Moved", value: (k) => this.state.plan.stageMoved[k], text: (moved) => (moved ? formatBytes(moved) : "–"), number: true, changes: true }]
         : []),
