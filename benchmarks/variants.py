@@ -47,6 +47,7 @@ class Run:
         self.facts = harness.machine_facts(device)
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
         self.is_tiny: bool = arguments.tiny
+        self.is_deterministic: bool = arguments.deterministic
         self.rows: list[Row] = []
         self.stages: dict[str, Any] = {}
         self._folder = harness.output_folder(arguments, RESULTS)
@@ -108,7 +109,10 @@ def measure_network(run: Run, network: Network) -> None:
     model, batch = network.make(str(run.device), None)
     run.row(network, "plain, eager", lambda row: run.time(model, model, batch, row))
     split = capture(model, batch, blocks=True)
-    compiled = CompiledStages(model, split, {"backend": run.backend, "dynamic": False}, DEFAULT_BUDGETS)
+    options: dict[str, Any] = {"backend": run.backend, "dynamic": False}
+    if run.is_deterministic:
+        options["options"] = {"deterministic": True}
+    compiled = CompiledStages(model, split, options, DEFAULT_BUDGETS)
     try:
         plain = run.row(network, "compiled blocks", lambda row: run.time(model, model, batch, row))
         for allow_rounding in (False, True):
@@ -233,6 +237,7 @@ def _rows_of_single_variants(
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_common_arguments(parser)
+    parser.add_argument("--deterministic", action="store_true", help="inductor picks its kernels by rule, not by trial")
     arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
     run = Run(arguments, device)
