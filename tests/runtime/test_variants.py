@@ -17,10 +17,12 @@ from torch import nn
 import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
+from lowtide.runtime import measure_figures
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import CompiledStages, _compiled_function
 from lowtide.runtime.measure import _not_dominated, measure_split
+from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
 
 # The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
@@ -70,7 +72,7 @@ def test_a_block_is_measured_in_each_of_its_variants() -> None:
     compiled.remove()
     assert [stage.name for stage in chain.stages] == ["0", "1", "2", "3"]
     for stage in chain.stages:
-        assert {variant.name for variant in stage.variants} >= {"budget 0"}  # the leanest is never dominated
+        assert stage.variants[-1].name == "budget 0"  # the leanest is never dominated
         assert all(variant.saved_bytes < stage.saved_bytes for variant in stage.variants)
         assert stage.variants[-1].saved_bytes == stage.output_bytes
     assert not chain.provenance["notes"]
@@ -112,7 +114,6 @@ def compiled_model():
 def test_any_schedule_with_variants_gives_the_numbers_of_the_compiled_model(compiled_model, seed: int) -> None:
     model, split, chain = compiled_model
     model.load_state_dict(deep().state_dict())
-    assert all(stage.variants for stage in chain.stages)
     drawn = random_schedule(chain.num_stages, seed, moves=0.4 * (seed % 2))
     variant = {k: (k + seed) % chain.stage(k).num_variants for k in range(1, chain.num_stages + 1)}
     operations = [
@@ -129,16 +130,21 @@ def _as_solution(chain: lowtide.Chain, schedule: Schedule) -> lowtide.Solution:
     return dataclasses.replace(solution, schedule=schedule)
 
 
-def plain_peak() -> int:
-    model = deep()
+def share_of_plain_peak(share: float) -> int:
+    """What is live anyhow, and a share of what plain training takes on top."""
+    gc.collect()
     with Meter("cpu") as meter:
+        live_bytes = meter.live_bytes
+        model = deep()
         model(batches(SHAPE, 1)[0]).square().mean().backward()
-        return meter.peak_bytes
+        return live_bytes + int(share * (meter.peak_bytes - live_bytes))
 
 
-def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_path) -> None:
+def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_path, monkeypatch) -> None:
+    # all take the same time: what saves less is always preferred, whatever else runs on this machine
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1e-3))
     model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
-    budget = int(0.85 * plain_peak())
+    budget = share_of_plain_peak(0.9)
     options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": BACKEND}}
     with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, **options) as plan:
         chosen = {op.stage for op in plan.schedule.operations if isinstance(op, Forward) and op.variant}
