@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from benchmarks.peer_networks import PADDED_VOCABULARY
 from torch import nn
 
 import lowtide
@@ -76,9 +77,9 @@ LARGE = [
         [0.74, 0.47, 0.29],
     ),
     Network(
-        "GPT 24 x 1024, batch 16 x 1024, bf16",
+        "GPT 24 x 1024, vocabulary 50304, batch 16 x 1024, bf16",
         "gpt2",
-        {"batch": 16, "length": 1024, "layers": 24, "width": 1024, "heads": 16},
+        {"batch": 16, "length": 1024, "layers": 24, "width": 1024, "heads": 16, "vocabulary": PADDED_VOCABULARY},
         "bfloat16",
         True,
         [0.76, 0.61, 0.42],
