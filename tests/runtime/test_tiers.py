@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.runtime import models
 from tests.runtime.test_living_with_others import SHAPE, offloading
-from tests.runtime.training import batches, train
+from tests.runtime.training import assert_equal, batches, train
 
 import lowtide
 from lowtide.runtime.arena import Arena, rounded
@@ -70,6 +70,15 @@ def test_what_is_too_small_to_be_worth_a_copy_stays():
         assert torch.equal(view.tensor(), value)
     assert kept[0][0].tensor().data_ptr() == small.data_ptr()
     tier.close()
+
+
+@pytest.mark.parametrize("smallest_bytes", [1, 200, 10**9])
+def test_steps_are_the_same_whatever_is_too_small(smallest_bytes, monkeypatch):
+    monkeypatch.setattr(FileTier, "smallest_bytes", smallest_bytes)
+    model, twin = models.stages_of_every_kind(), models.stages_of_every_kind()
+    with lowtide.attach(model, offloading()) as plan:
+        assert_equal(train(model, batches(SHAPE, 3)), train(twin, batches(SHAPE, 3)))
+        assert (plan.stats().moved_bytes_per_step > 0) == (smallest_bytes < 10**9)
 
 
 def test_files_are_reused_over_many_steps():

@@ -81,7 +81,7 @@ class Cargo:
 
     def __init__(self) -> None:
         self._boxes: dict[int, Box] = {}  # by the address of the storage's record, which the box keeps alive
-        self._moved: list[Box] = []  # those of them that were copied down
+        self._moved: list[Box] | None = None  # those of them that were copied down; None: not yet
         self._region: Region | None = None
         self._leaving: Ticket | None = None
         self._arriving: Ticket | None = None
@@ -101,12 +101,12 @@ class Cargo:
     def offload(self, tier: Tier) -> int:
         """Queue copies down; returns the bytes that move."""
         self.arrive()
-        self._moved = [box for box in self._boxes.values() if box.num_bytes >= tier.smallest_bytes]
-        storages = [box.storage for box in self._moved if box.storage is not None]
-        assert len(storages) == len(self._moved)
+        moved = self._moved = [box for box in self._boxes.values() if box.num_bytes >= tier.smallest_bytes]
+        storages = [box.storage for box in moved if box.storage is not None]
+        assert len(storages) == len(moved)
         if storages:
             self._region, self._leaving = tier.store(storages)
-        return sum(box.num_bytes for box in self._moved)
+        return sum(box.num_bytes for box in moved)
 
     def prefetch(self, tier: Tier) -> int:
         """Make room on the device and queue copies up; returns the bytes that move."""
@@ -130,5 +130,5 @@ class Cargo:
         if self._leaving is not None:
             self._leaving.wait()
             self._leaving = None
-        for box in self._moved if self._region is not None else self._boxes.values():
+        for box in self._boxes.values() if self._moved is None else self._moved:
             box.storage = None
