@@ -80,16 +80,23 @@ def test_a_block_is_measured_in_each_of_its_variants() -> None:
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
 
-def test_equal_blocks_share_one_compilation_of_each_variant() -> None:
+def test_equal_blocks_share_one_compilation_of_each_variant_and_training_takes_it() -> None:
     budgets: list[float] = []
 
     def counting(graph, inputs):
         budgets.append(torch._functorch.config.activation_memory_budget)
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
-    _, compiled, _ = compiled_and_measured(deep(), backend=counting)
-    compiled.remove()
+    model = deep()
+    split, compiled, chain = compiled_and_measured(model, backend=counting)
     assert sorted(budgets) == [0.0, 0.6, 1.0]
+    variants = [stage.num_variants - 1 for stage in chain.stages]
+    forwards = [Forward(k, "all", variant) for k, variant in enumerate(variants, start=1)]
+    operations = [*forwards, *(Backward(k) for k in range(len(variants), 0, -1))]
+    with attach(model, _as_solution(chain, Schedule("leanest", operations)), split=split):
+        train(model, batches(SHAPE, 1))
+    compiled.remove()
+    assert sorted(budgets) == [0.0, 0.6, 1.0]  # training compiles nothing again
 
 
 @pytest.fixture(scope="module", autouse=True)

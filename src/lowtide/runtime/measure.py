@@ -183,7 +183,7 @@ def measure_split(
     gc.collect()
     with Meter(device) as meter:
         start_bytes = meter.live_bytes
-    with preserved(model), _no_autocast_cache():
+    with preserved(model), _no_autocast_cache(device, compiled):
         figures, held_bytes = measured_stages(
             model, split, called, loss, device, progress, compiled, allow_rounding=allow_rounding
         )
@@ -222,8 +222,14 @@ def device_of(model: nn.Module, sample: Sample) -> torch.device:
 
 
 @contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Each stage casts its own weights: a cache would keep the casts of stages whose data are let go."""
+def _no_autocast_cache(device: torch.device, compiled: CompiledStages | None) -> Iterator[None]:
+    """Each stage casts its own weights: a cache would keep the casts of stages whose data are let go.
+
+    Compiled code is compiled anew where that switch is another, so it is left alone where there is no autocast.
+    """
+    if compiled is not None and not torch.is_autocast_enabled(device.type):
+        yield
+        return
     enabled = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)

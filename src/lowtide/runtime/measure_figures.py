@@ -19,6 +19,9 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split, StageSplit, Unit
 
+# Stages of one kind that hold less than this share of the bytes have no variants.
+_LEAST_SHARE = 0.01
+
 Progress = Callable[[str, float], None]
 
 
@@ -184,7 +187,7 @@ class _Measurer:
     ) -> StageFigures:
         """The figures with those of the stage's variants that compute the same."""
         num_variants, choice = compiled.num_variants(k), compiled.choice
-        if num_variants == 1:
+        if num_variants == 1 or not self._has_much_to_save(figure, k):
             return figure
         check = VariantCheck(self._staged, k, inputs, choice, allow_rounding=allow_rounding)
         found, notes = [], []
@@ -199,6 +202,13 @@ class _Measurer:
             with choice.running(index):
                 found.append((name, self.measured(k, inputs)))
         return replace(figure, variants=tuple(found), notes=tuple(notes))
+
+    def _has_much_to_save(self, figure: StageFigures, k: int) -> bool:
+        """Whether the stages of its kind save more than their outputs: what compiling takes is to be worth it."""
+        split = self._staged.split
+        kind = split.stages[k - 1].kind
+        num_stages = sum(stage.kind == kind for stage in split.stages) if kind else 1
+        return num_stages * (figure.saved_bytes - figure.output_bytes) > _LEAST_SHARE * split.activation_bytes
 
     def with_first_peak(self, figure: StageFigures, k: int) -> StageFigures:
         """The figures with the peak of the model's own run where that is higher."""
