@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from benchmarks import harness
-from benchmarks.peer_networks import InSegments, Network, gradient_checkpointing, layers_of, trunk_replaced
+from benchmarks.peer_networks import Network, layers_of
+from benchmarks.peer_ways import Call, as_it_is, each_layer, in_segments, saved_on_cpu
 from torch import nn
 
 import lowtide
@@ -90,35 +91,11 @@ def limited(device: torch.device, limit_bytes: int) -> Iterator[Callable[[Callab
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-Way = Callable[[nn.Module, dict[str, Any], int], AbstractContextManager[Callable[..., Any]]]
+Way = Callable[[nn.Module, dict[str, Any], int], AbstractContextManager[Call]]
 
 
 def ways_of(run: Run, network: Network) -> dict[str, Way]:
     """Each way as a context that gives what is called instead of the model, given model, batch and limit."""
-
-    @contextmanager
-    def plain(model: nn.Module, _: Any, __: int) -> Iterator[Any]:
-        yield model
-
-    @contextmanager
-    def layers(model: nn.Module, _: Any, __: int) -> Iterator[Any]:
-        with gradient_checkpointing(model, network.trunk):
-            yield model
-
-    @contextmanager
-    def segments(model: nn.Module, _: Any, __: int) -> Iterator[Any]:
-        assert network.trunk is not None
-        own = layers_of(model, network.trunk)
-        with trunk_replaced(model, network.trunk, InSegments(own, round(len(own) ** 0.5))):
-            yield model
-
-    @contextmanager
-    def on_cpu(model: nn.Module, _: Any, __: int) -> Iterator[Any]:
-        def call(**batch: Any) -> Any:
-            with torch.autograd.graph.save_on_cpu(pin_memory=run.device.type == "cuda"):
-                return model(**batch)
-
-        yield call
 
     @contextmanager
     def planned(model: nn.Module, batch: Any, limit_bytes: int) -> Iterator[Any]:
@@ -127,10 +104,17 @@ def ways_of(run: Run, network: Network) -> dict[str, Way]:
         with lowtide.fit(model, batch, memory_budget=budget, optimizer=optimizer, strategy="rotor", bandwidth=0):
             yield model
 
-    ways: dict[str, Way] = {"plain, eager": plain, "every layer checkpointed": layers}
+    def segments(model: nn.Module, _: Any, __: int) -> AbstractContextManager[Call]:
+        assert network.trunk is not None
+        return in_segments(model, network.trunk, round(len(layers_of(model, network.trunk)) ** 0.5))
+
+    ways: dict[str, Way] = {
+        "plain, eager": lambda model, _, __: as_it_is(model),
+        "every layer checkpointed": lambda model, _, __: each_layer(model, network.trunk),
+    }
     if network.trunk is not None:
         ways["checkpoint_sequential"] = segments
-    return {**ways, "save_on_cpu": on_cpu, "lowtide": planned}
+    return {**ways, "save_on_cpu": lambda model, _, __: saved_on_cpu(model, run.device), "lowtide": planned}
 
 
 def trains(run: Run, network: Network, way: Way, limit_bytes: int, batch_size: int) -> bool:

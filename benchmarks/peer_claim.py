@@ -183,24 +183,45 @@ def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
     return figure
 
 
+def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points (memory, time) that no other beats in both, from the least memory up."""
+    kept: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept
+
+
 def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
-    gib = 2**30
+    def place(row: Row) -> tuple[float, float]:
+        return (row.peak_bytes or 0) / 2**30, (row.seconds or 0) * 1e3
+
+    measured = [row for row in rows if row.is_measured]
     for family, (colour, marker, label) in _STYLES.items():
-        points = sorted((r.peak_bytes / gib, r.seconds * 1e3) for r in rows if r.is_measured and r.family == family)
+        points = [place(row) for row in measured if row.family == family]
         if points:
-            panel.plot(*zip(*points, strict=True), f"{marker}-", color=colour, label=label, markersize=4)
-    for row in rows:
-        if row.is_measured and row.family == "peer":
-            assert row.seconds is not None
-            assert row.peak_bytes is not None
-            colour = "C3" if row.compiled else "C1"
-            panel.plot(row.peak_bytes / gib, row.seconds * 1e3, "x", color=colour, markersize=7)
-            panel.annotate(
-                row.way, (row.peak_bytes / gib, row.seconds * 1e3), fontsize=6.5, xytext=(4, 3),
-                textcoords="offset points", color=colour,
-            )  # fmt: skip
+            panel.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.35, markersize=4)
+            panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
+    for row in (row for row in measured if row.family == "peer"):
+        colour = "C3" if row.compiled else "C1"
+        panel.plot(*place(row), "x", color=colour, markersize=7)
+        text = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
+        panel.annotate(_short(row.way), place(row), **text)
     panel.set(title=name, xlabel="measured peak (GiB)", ylabel="step (ms)")
-    panel.set_xlim(left=0)
+    panel.set_xlim(0, 1.15 * max(place(row)[0] for row in measured))
     panel.grid(alpha=0.3)
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=8)
+
+
+def _short(way: str) -> str:
+    """A peer's name for the picture."""
+    for long, short in (
+        ("checkpoint_sequential, ", ""),
+        ("activation_memory_budget ", "budget "),
+        ("transformers' gradient checkpointing", "gradient checkpointing"),
+        (", compiled", " (compiled)"),
+        (", eager", ""),
+    ):
+        way = way.replace(long, short)
+    return way

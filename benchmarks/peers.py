@@ -22,28 +22,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 from benchmarks import harness
 from benchmarks.peer_batches import Batches, batch_lines, largest_batches
 from benchmarks.peer_claim import Row, draw, report_lines, verdicts
-from benchmarks.peer_networks import (
-    NETWORKS,
-    TINY,
-    InSegments,
-    Network,
-    gradient_checkpointing,
-    layers_of,
-    trunk_replaced,
-)
+from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
+from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_segments, saved_on_cpu
 from torch import nn
 
 import lowtide
@@ -65,8 +56,6 @@ SHARES = (0.6, 0.4)
 # Peaks that lie nearer to each other than this are one budget.
 SAME_BUDGET = 0.01
 
-Call = Callable[..., Any]
-
 
 class Run:
     """One run: its rows, its time, its files.
@@ -83,6 +72,7 @@ class Run:
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
         self.memory_budgets: list[float] = arguments.memory_budgets
         self.num_segments: list[int] | None = arguments.segments
+        self.variants: bool | str = {"on": True, "off": False}.get(arguments.variants, arguments.variants)
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
         self.skipped: list[str] = []
@@ -175,44 +165,6 @@ def write(
 # Peers
 
 
-@contextmanager
-def saved_on_cpu(model: nn.Module, device: torch.device) -> Iterator[Call]:
-    """Everything that autograd saves goes to host memory."""
-
-    def call(**batch: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
-            return model(**batch)
-
-    yield call
-
-
-@contextmanager
-def in_segments(model: nn.Module, trunk: str, count: int) -> Iterator[Call]:
-    """`checkpoint_sequential` over the layers of the trunk."""
-    with trunk_replaced(model, trunk, InSegments(layers_of(model, trunk), count)):
-        yield model
-
-
-@contextmanager
-def each_layer(model: nn.Module, trunk: str | None) -> Iterator[Call]:
-    """Every layer checkpointed."""
-    with gradient_checkpointing(model, trunk):
-        yield model
-
-
-@contextmanager
-def compiled_whole(model: nn.Module, backend: str, memory_budget: float) -> Iterator[Call]:
-    """The whole model compiled, with so much of its activations kept (1.0: as the compiler likes)."""
-
-    def call(**batch: Any) -> Any:
-        return model(**batch)
-
-    # A code object of its own: compiled code is kept by code object, and each budget must be compiled anew.
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        yield torch.compile(own, dynamic=False, backend=backend)
-
-
 def eager_peers(run: Run, network: Network, model: nn.Module) -> dict[str, AbstractContextManager[Call]]:
     """The eager peers of a network by name."""
     layer = "transformers' gradient checkpointing" if network.trunk is None else "every layer checkpointed"
@@ -226,12 +178,6 @@ def eager_peers(run: Run, network: Network, model: nn.Module) -> dict[str, Abstr
         for count in dict.fromkeys(min(count, length) for count in counts):
             ways[f"checkpoint_sequential, {count} segments"] = in_segments(model, network.trunk, count)
     return ways
-
-
-@contextmanager
-def as_it_is(model: nn.Module) -> Iterator[Call]:
-    """The model as it is."""
-    yield model
 
 
 def measure_peer(
@@ -293,6 +239,7 @@ def lowtide_rows(
     options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0}
     if family == "lowtide compiled":
         options["compile_stages"] = {"backend": run.backend}
+        options["variants"] = run.variants
     if family == "lowtide offloading":
         options = {"strategy": "auto"}
     for budget in budgets:
@@ -375,6 +322,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--passes", nargs="*", choices=list(PASSES), default=list(PASSES))
     parser.add_argument("--memory-budgets", nargs="*", type=float, default=[0.5, 0.2], help="activation_memory_budget")
     parser.add_argument("--segments", nargs="*", type=int, help="numbers of segments for checkpoint_sequential")
+    parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
     parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
@@ -400,6 +348,7 @@ def main(given: list[str] | None = None) -> None:
     except harness.OutOfTimeError:
         run.skipped.append("what followed")
     run.save(picture=True)
+    print("\n".join(["", *report_lines(run.facts, run.rows, run.skipped), *batch_lines(run.batches)]))
     run.say_where()
 
 

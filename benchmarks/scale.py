@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 STAGES = (10, 30, 100, 300, 1000)
 BUDGET_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-WIDTHS = (64, 256, 1024, 4096)
+WIDTHS = (32, 128, 512, 1024)
 NUM_STAGES_FOR_BUDGETS, NUM_STAGES_FOR_SIZES = 100, 30
 WIDTH, BATCH = 64, 256
 
@@ -42,7 +43,7 @@ SHARE = 0.5
 BANDWIDTH = 12 * 10**9
 STRATEGIES = ("segments", "dynamic-selection", "revolve", "rotor", "pofo")
 # No strategy is asked for a chain on which it would take longer, growing with the cube of the stages.
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 @dataclass
@@ -93,7 +94,13 @@ def widths_of(series: str, num_stages: int, width: int) -> list[int]:
     """The widths between stages: all the same, or no two stages alike."""
     if series != "different stages":
         return [width] * (num_stages + 1)
-    return [width + k for k in range(num_stages + 1)]
+    numbers, widths, used = random.Random(0), [width], set[tuple[int, int]]()
+    while len(widths) <= num_stages:
+        pair = (widths[-1], numbers.randint(width * 3 // 4, width * 5 // 4))
+        if pair not in used:
+            used.add(pair)
+            widths.append(pair[1])
+    return widths
 
 
 def budget_of(chain: lowtide.Chain, share: float) -> int:
@@ -117,7 +124,7 @@ def solving_seconds(chain: lowtide.Chain, budget: int, strategy: str) -> float |
             return None
         seconds = time.perf_counter() - begin
         best = seconds if best is None else min(best, seconds)
-        if seconds > PATIENCE_SECONDS / 4:
+        if seconds > PATIENCE_SECONDS / 10:
             break  # long enough for noise not to count
     return best
 
@@ -208,19 +215,28 @@ def warm_up(run: Run) -> None:
 
 
 def measure_all(run: Run) -> None:
-    """All series, the stages first."""
+    """All series; the longest chains last, since they take longest."""
     warm_up(run)
     strategies = STRATEGIES[:-1] if run.is_tiny else STRATEGIES
-    lengths = (5, 10) if run.is_tiny else STAGES
-    for num_stages in lengths:
-        for series in ("equal stages", "different stages"):
-            if run.clock.allows(0):
-                own = strategies if series == "equal stages" else ("rotor",)
-                measured_row(run, Row(series, num_stages, WIDTH), own)
+    *shorter, longest = (5, 10) if run.is_tiny else STAGES
+    for num_stages in shorter:
+        by_stages(run, num_stages, strategies)
     for width in (16, 32) if run.is_tiny else WIDTHS:
         if run.clock.allows(0):
             measured_row(run, Row("sizes", 5 if run.is_tiny else NUM_STAGES_FOR_SIZES, width), ("rotor",))
-    num_stages = 10 if run.is_tiny else NUM_STAGES_FOR_BUDGETS
+    by_budgets(run, 10 if run.is_tiny else NUM_STAGES_FOR_BUDGETS, strategies)
+    by_stages(run, longest, strategies)
+
+
+def by_stages(run: Run, num_stages: int, strategies: Sequence[str]) -> None:
+    """One length of chain, with equal and with different stages."""
+    for series, own in (("equal stages", strategies), ("different stages", ("rotor",))):
+        if run.clock.allows(0):
+            measured_row(run, Row(series, num_stages, WIDTH), own)
+
+
+def by_budgets(run: Run, num_stages: int, strategies: Sequence[str]) -> None:
+    """Solving times of one chain for several budgets."""
     model = Chained(widths_of("budgets", num_stages, WIDTH)).to(run.device)
     _, chain = capture_and_measure(model, {"x": torch.randn(BATCH, WIDTH, device=run.device)})
     for share in (0.3, 0.6) if run.is_tiny else BUDGET_SHARES:
@@ -260,15 +276,14 @@ def report_lines(facts: dict[str, Any], rows: Sequence[Row]) -> list[str]:
 def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
     """A plot each: measuring, solving and the first step by stages; solving by budget; measuring and steps by size."""
     figure, panels = plt.subplots(2, 3, figsize=(14, 8))
-    by_stages = [r for r in rows if r.series in ("equal stages", "different stages")]
     for series in ("equal stages", "different stages"):
-        own = [r for r in by_stages if r.series == series]
+        own = [r for r in rows if r.series == series]
         plot(panels[0, 0], own, lambda r: r.num_stages, lambda r: r.measuring_seconds, series)
         plot(panels[0, 2], own, lambda r: r.num_stages, overhead, f"first step, {series}")
         plot(panels[0, 2], own, lambda r: r.num_stages, lambda r: r.plain_seconds, f"plain step, {series}")
     budgets, sizes = [r for r in rows if r.series == "budgets"], [r for r in rows if r.series == "sizes"]
     for strategy in STRATEGIES:
-        equal = [r for r in by_stages if r.series == "equal stages"]
+        equal = [r for r in rows if r.series == "equal stages"]
         plot(panels[0, 1], equal, lambda r: r.num_stages, lambda r, s=strategy: r.solving_seconds.get(s), strategy)
         plot(panels[1, 0], budgets, lambda r: r.share, lambda r, s=strategy: r.solving_seconds.get(s), strategy)
     plot(panels[1, 1], sizes, lambda r: r.num_parameters, lambda r: r.measuring_seconds, "measuring")

@@ -123,7 +123,8 @@ class Experiment:
         self.title = f"{name}, {image} px, batch {batch}"
         self.model: nn.Module
         self.batch: dict[str, Any]
-        self.model, self.batch = zoo.make(name, device=str(run.device), image=image, batch=batch)
+        with torch.device(run.device):
+            self.model, self.batch = zoo.make(name, device=str(run.device), image=image, batch=batch)
         self.split: Split
         self.split, self.chain = capture_and_measure(self.model, self.batch, name=self.title)
         self._run_before: dict[Any, Point] = {}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 import lowtide
@@ -78,7 +79,8 @@ def make(name: str, device: str, batch: int, *, narrow: bool = False) -> tuple[n
         narrow: smaller pictures and narrow linear layers, where only the command is to be tried.
     """
     model: Any
-    model, sample = zoo.make(name, batch=batch, image=96 if narrow else 224)
+    with torch.device(device):
+        model, sample = zoo.make(name, device=device, batch=batch, image=96 if narrow else 224)
     if narrow:
         for place, module in enumerate(model.network):
             if isinstance(module, nn.Linear):

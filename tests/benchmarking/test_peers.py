@@ -6,7 +6,7 @@ import time
 import pytest
 from benchmarks import harness, peer_batches, peers
 from benchmarks.peer_batches import largest
-from benchmarks.peer_claim import NOISE, Row, claim_lines, verdicts
+from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
 
 
 def row(way: str, family: str, seconds: float | None, peak_bytes: int | None, **more) -> Row:
@@ -66,6 +66,11 @@ def test_budgets_are_the_peers_peaks_each_once():
     assert peers.budgets_from(rows, compiled=True, shares=()) == [300]
 
 
+def test_a_curve_goes_through_what_nothing_beats():
+    points = [(3.0, 1.0), (1.0, 4.0), (2.0, 5.0), (2.0, 2.0), (4.0, 1.0)]
+    assert best_of(points) == [(1.0, 4.0), (2.0, 2.0), (3.0, 1.0)]
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 16, 17, 100])
 @pytest.mark.parametrize("start", [1, 4, 50])
 def test_the_largest_batch_is_found_to_within_one_in_sixteen(limit, start):
@@ -85,6 +90,8 @@ def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
 @pytest.mark.slow
 def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "SHARES", ())
+    budgets_from = peers.budgets_from
+    monkeypatch.setattr(peers, "budgets_from", lambda *rows, **how: budgets_from(*rows, **how)[:1])
     given = ["--tiny", "--device", "cpu", "--only", "gpt", "--output", str(tmp_path)]
     peers.main([*given, "--passes", "eager", "compiled", "--memory-budgets", "--segments", "2"])
     written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())

@@ -13,6 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Backward, Forward, Schedule
+from lowtide.runtime.compiled import CompiledCall
 
 WIDTH, DEPTH = 16, 4
 
@@ -89,11 +90,29 @@ def fitted(model: nn.Module) -> None:
     assert plans[0] == plans[1], "all ranks take rank 0's plan"
 
 
+def fitted_and_compiled(model: nn.Module) -> None:
+    options = {"bandwidth": 0, "strategy": "segments", "compile_stages": {"backend": "aot_eager"}, "variants": False}
+    lowtide.fit(model, torch.randn(8, WIDTH), memory_budget="1GiB", **options)
+    calls = [vars(block)["_compiled_call_impl"] for block in model]
+    own = [getattr(call, "previous", call) for call in calls]  # behind a call site of the plan's, where there is one
+    assert all(isinstance(call, CompiledCall) for call in own), "all ranks run compiled blocks"
+
+
+def compiled(model: nn.Module) -> None:
+    for block in model:
+        block.compile(backend="aot_eager", dynamic=False)
+
+
 def nothing(model: nn.Module) -> None:
     pass
 
 
-CASES = {"ddp": (ddp, by_hand), "ddp fitted": (ddp, fitted), "fsdp": (fsdp, by_hand)}
+CASES = {
+    "ddp": (ddp, nothing, by_hand),
+    "ddp fitted": (ddp, nothing, fitted),
+    "ddp fitted and compiled": (ddp, compiled, fitted_and_compiled),
+    "fsdp": (fsdp, nothing, by_hand),
+}
 
 
 def worker(rank: int, folder: str, case: str) -> None:
@@ -101,8 +120,8 @@ def worker(rank: int, folder: str, case: str) -> None:
         torch.set_num_threads(1)
         store = f"file://{folder}/store"
         torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        run, attach = CASES[case]
-        expected, got = run(rank, nothing), run(rank, attach)
+        run, plain, attach = CASES[case]
+        expected, got = run(rank, plain), run(rank, attach)
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if not torch.equal(a, b)]
         Path(folder, f"result {rank}").write_text(f"{len(expected)} numbers, differing: {wrong[:10]}")
         torch.distributed.destroy_process_group()

@@ -1,0 +1,59 @@
+"""What `benchmarks.peers` measures lowtide against: each a context that yields what is called instead of the model."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._functorch.config
+from benchmarks.peer_networks import InSegments, gradient_checkpointing, layers_of, trunk_replaced
+from torch import nn
+
+Call = Callable[..., Any]
+
+
+@contextmanager
+def as_it_is(model: nn.Module) -> Iterator[Call]:
+    """The model as it is."""
+    yield model
+
+
+@contextmanager
+def saved_on_cpu(model: nn.Module, device: torch.device) -> Iterator[Call]:
+    """Everything that autograd saves goes to host memory."""
+
+    def call(**batch: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"):
+            return model(**batch)
+
+    yield call
+
+
+@contextmanager
+def in_segments(model: nn.Module, trunk: str, count: int) -> Iterator[Call]:
+    """`checkpoint_sequential` over the layers of the trunk."""
+    with trunk_replaced(model, trunk, InSegments(layers_of(model, trunk), count)):
+        yield model
+
+
+@contextmanager
+def each_layer(model: nn.Module, trunk: str | None) -> Iterator[Call]:
+    """Every layer checkpointed."""
+    with gradient_checkpointing(model, trunk):
+        yield model
+
+
+@contextmanager
+def compiled_whole(model: nn.Module, backend: str, memory_budget: float) -> Iterator[Call]:
+    """The whole model compiled, with so much of its activations kept (1.0: as the compiler likes)."""
+
+    def call(**batch: Any) -> Any:
+        return model(**batch)
+
+    # A code object of its own: compiled code is kept by code object, and each budget must be compiled anew.
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        yield torch.compile(own, dynamic=False, backend=backend)

@@ -1,0 +1,58 @@
+"""On a GPU: blocks that run as variants give the numbers of the compiled model, and the budget holds."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tests.runtime.training import assert_equal, gradients
+from torch import nn
+
+import lowtide
+from lowtide import Forward
+from lowtide.zoo import make
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+
+
+def build(dtype: str) -> tuple[nn.Module, dict]:
+    torch.manual_seed(0)
+    sizes = {"batch": 8, "length": 256, "layers": 4, "width": 256, "heads": 4, "vocabulary": 512}
+    return make("gpt2", device="cuda", dtype=dtype, **sizes)
+
+
+def run(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
+    for _ in range(2):
+        model(**batch).backward()
+    return dict(gradients(model))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_variants_give_the_numbers_of_the_compiled_model(dtype):
+    plain, batch = build(dtype)
+    options = {"options": {"emulate_precision_casts": True}} if dtype == "bfloat16" else {}
+    for block in plain.blocks:
+        block.compile(dynamic=False, **options)
+    run(plain, batch)
+    plain.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    expected = run(plain, batch)
+    taken = torch.cuda.max_memory_allocated() - before
+    model, _ = build(dtype)
+    budget = torch.cuda.memory_allocated() + int(0.7 * taken)
+    settings = {"strategy": "rotor", "bandwidth": 0, "optimizer": "sgd", "grads_resident": True}
+    with lowtide.fit(model, batch, memory_budget=budget, compile_stages=True, **settings) as plan:
+        chosen = [op for op in plan.schedule.operations if isinstance(op, Forward) and op.variant]
+        assert chosen or plan.notes, "variants are used, or it is said why not"
+        assert_equal(run(model, batch), expected)
+        assert plan.stats().measured_peak_bytes <= budget
