@@ -99,6 +99,31 @@ def test_equal_blocks_share_one_compilation_of_each_variant_and_training_takes_i
     assert sorted(budgets) == [0.0, 0.6, 1.0]  # training compiles nothing again
 
 
+class Numbered(Block):
+    """Asks for its own number: Dynamo compiles it for each."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(SHAPE[1], 0.0)
+        self.number = number
+
+    def forward(self, x):
+        return super().forward(x) if self.number >= 0 else x
+
+
+def test_blocks_that_dynamo_cannot_take_for_equal_are_all_compiled() -> None:
+    num_compiled, num_blocks = 0, 10  # more than Dynamo's own limit
+
+    def counting(graph, inputs):
+        nonlocal num_compiled
+        num_compiled += 1
+        return graph
+
+    model = nn.Sequential(*(Numbered(k) for k in range(num_blocks)))
+    options = {"compile_stages": {"backend": counting}, "variants": False}
+    with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget="1GiB", **RECOMPUTE, **options):
+        assert num_compiled == num_blocks
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind():
     """Other tests count all live tensors."""

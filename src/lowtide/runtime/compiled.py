@@ -11,6 +11,7 @@ entries there: so each kind of stage, and each variant of it, has a function of 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import weakref
 from collections import Counter
@@ -32,6 +33,10 @@ are made again), 2/5 at 0.4, and at 0.0 its input alone."""
 
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
+
+# Equal blocks that a compiler cannot take for equal (each asks for its own number) are entries of one function; beyond
+# this many it would run them without compilation. Far more than a network has blocks of one kind.
+_RECOMPILE_LIMIT = 512
 
 # Compiled functions that are kept for the next `fit`: a few models with all their kinds and variants.
 _MOST_FUNCTIONS = 256
@@ -65,6 +70,16 @@ class Choice:
             yield
         finally:
             self.index = previous
+
+
+@contextmanager
+def many_compilations() -> Iterator[None]:
+    """Let Dynamo compile one function for many blocks within the block, whatever its usual limit."""
+    from torch._dynamo import config
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    with config.patch({name: max(_RECOMPILE_LIMIT, getattr(config, name)) for name in names}):
+        yield
 
 
 class CompiledCall:
@@ -235,10 +250,13 @@ class _Compiler:
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, to be compiled when it is first called."""
-        if self._budget is None:
-            return torch.compile(function, **self._options)
-        rest = {key: value for key, value in self._options.items() if key not in ("mode", "options")}
-        return torch.compile(function, **{**rest, "backend": _backend(self._options, self._budget)})
+        options = self._options
+        if self._budget is not None:
+            rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
+            options = {**rest, "backend": _backend(options, self._budget)}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
+            options = {"recompile_limit": _RECOMPILE_LIMIT, **options}
+        return torch.compile(function, **options)
 
 
 def _compilers(model: nn.Module, options: Mapping[str, Any], budgets: Sequence[float]) -> list[_Compiler]:

@@ -86,14 +86,16 @@ def measured_stages(
     allow_rounding: bool = False,
 ) -> tuple[list[StageFigures], int]:
     """The figures of each stage, and the bytes held on top of the chain: tensors and their gradients."""
+    if compiled is not None and progress is not None:
+        progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
     measurer = _Measurer(staged, device)
     figures: list[StageFigures] = []
     of_kind: dict[str, StageFigures] = {}
     inputs = staged.first_inputs()
     for k, stage in enumerate(split.stages, start=1):
-        report = partial(_report, progress, stage.name, (k - 1) / split.num_stages)
-        report("")
+        report = partial(_report, progress, stage.name, k, split.num_stages)
+        report("", 0.0)
         known = of_kind.get(stage.kind)
         figure = measurer.measured(k, inputs) if known is None else measurer.like(known, k, inputs)
         if known is None and compiled is not None:
@@ -105,9 +107,10 @@ def measured_stages(
     return figures, _held_bytes(staged, figures)
 
 
-def _report(progress: Progress | None, stage: str, share: float, variant: str) -> None:
+def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:
+    """Tell what is done of stage k, of which a share is behind."""
     if progress is not None:
-        progress(f"{stage}, compiling as {variant}" if variant else stage, share)
+        progress(f"{stage}, compiling as {variant}" if variant else stage, (k - 1 + share) / num_stages)
 
 
 def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
@@ -181,7 +184,7 @@ class _Measurer:
         k: int,
         inputs: Sequence[torch.Tensor],
         compiled: CompiledStages,
-        report: Callable[[str], None],
+        report: Callable[[str, float], None],
         *,
         allow_rounding: bool,
     ) -> StageFigures:
@@ -192,7 +195,7 @@ class _Measurer:
         check = VariantCheck(self._staged, k, inputs, choice, allow_rounding=allow_rounding)
         found, notes = [], []
         for index, name in list(enumerate(choice.names))[1:num_variants]:
-            report(name)
+            report(name, index / num_variants)
             refusal = check.refusal(index)
             if refusal is not None:
                 notes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import tier_for
 from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import Compilation, CompiledStages
+from lowtide.runtime.compiled import Compilation, CompiledStages, many_compilations
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
@@ -86,13 +87,14 @@ class Planned:
 
 def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledStages | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off."""
-    split, (chain, compiled) = measured_for(model, sample, settings)
-    try:
-        return _rehearsed(model, sample, split, chain, settings), compiled
-    except BaseException:
-        if compiled is not None:
-            compiled.remove()
-        raise
+    with many_compilations() if settings.compilation is not None else nullcontext():
+        split, (chain, compiled) = measured_for(model, sample, settings)
+        try:
+            return _rehearsed(model, sample, split, chain, settings), compiled
+        except BaseException:
+            if compiled is not None:
+                compiled.remove()
+            raise
 
 
 def measured_for(
