@@ -155,7 +155,10 @@ def _measured(
         for stages in kinds.values()
     ]
     notes = list(chain.provenance["notes"])
-    run.stages[network.title] = {"kinds": of_kinds, "notes": notes, "measuring_seconds": seconds}
+    known = run.stages.setdefault(
+        network.title, {"notes": []}
+    )  # what was refused stays, where rounding is allowed next
+    known.update(kinds=of_kinds, measuring_seconds=seconds, notes=[*known["notes"], *notes])
     run.save()
     print(f"{run.clock.elapsed_seconds:5.0f} s  measured with variants in {seconds:.1f} s", flush=True)
     for line in [*(f"{entry['name']}: {entry['text']}" for entry in of_kinds), *notes]:
