@@ -20,10 +20,12 @@ from lowtide.chain import Stage, Variant
 from lowtide.runtime import measure_figures
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
-from lowtide.runtime.compiled import CompiledStages, _compiled_function
+from lowtide.runtime.compiled import Compilation, CompiledStages, _compiled_function
 from lowtide.runtime.measure import _not_dominated, measure_split
 from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without 16-bit products
 
 # The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
 BACKEND = "aot_eager_decomp_partition"
@@ -321,7 +323,45 @@ def test_dominated_variants_are_left_out() -> None:
     assert _not_dominated(stage, [faster]) == [faster]
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_variants_under_autocast() -> None:
+    def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(model, batches(SHAPE, 2))
+
+    plain, model = deep(), deep()
+    for block in plain:
+        block.compile(backend=BACKEND, dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        split, compiled, chain = compiled_and_measured(model)
+    k = 2
+    variant = chain.stage(k).num_variants - 1
+    assert chain.stage(k).variants[variant - 1].name == "budget 0"
+    forwards = [Forward(1, "all"), Forward(2, "keep"), Forward(3, "all"), Forward(4, "all")]
+    operations = [*forwards, Backward(4), Backward(3), Forward(2, "all", variant), Backward(2), Backward(1)]
+    with attach(model, _as_solution(chain, Schedule("by hand", operations)), split=split):
+        assert_equal(numbers(model), numbers(plain))
+    compiled.remove()
+
+
+def test_16_bits_are_rounded_as_eager_mode_rounds_them_wherever_a_plan_is_loaded() -> None:
+    model = deep(2)
+    split = capture(model, batches(SHAPE, 1)[0], blocks=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = CompiledStages(model, split, {"mode": "max-autotune-no-cudagraphs"}, BUDGETS)
+    compiled.remove()
+    again = Compilation.from_dict(json.loads(json.dumps(compiled.compilation.to_dict())))
+    assert again == compiled.compilation
+    assert again.options["options"]["emulate_precision_casts"]
+    assert again.options["options"]["max_autotune"]  # what the mode stands for: torch takes one of the two
+    assert "mode" not in again.options
+    loaded = again.of(model, split)
+    loaded.remove()
+    assert loaded.compilation == compiled.compilation
+    plain = CompiledStages(model, split, {}, BUDGETS)
+    plain.remove()
+    assert plain.compilation.options == {}
+
+
 def test_inductor_gives_the_same_gradients_in_each_variant_in_16_bits() -> None:
     model, x = deep(2).to(torch.bfloat16), batches(SHAPE, 1)[0].to(torch.bfloat16).requires_grad_()
     split = capture(model, x, blocks=True)

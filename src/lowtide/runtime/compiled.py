@@ -118,7 +118,10 @@ class CompiledStages:
     def __init__(
         self, model: nn.Module, split: Split, options: Mapping[str, Any], budgets: Sequence[float] = ()
     ) -> None:
-        compilers = _compilers(model, options, budgets)
+        options = _with_exact_casts(model, options) if budgets else dict(options)
+        self.compilation = Compilation(options, tuple(budgets))
+        """How it is done; does not depend on what surrounds it any more."""
+        compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
         self.choice = Choice(("", *map(variant_name, budgets)))
         self._calls: list[tuple[nn.Module, CompiledCall]] = []
         self._num_variants: dict[int, int] = {}
@@ -257,12 +260,6 @@ class _Compiler:
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
             options = {"recompile_limit": _RECOMPILE_LIMIT, **options}
         return torch.compile(function, **options)
-
-
-def _compilers(model: nn.Module, options: Mapping[str, Any], budgets: Sequence[float]) -> list[_Compiler]:
-    """Of each variant, variant 0 first."""
-    options = _with_exact_casts(model, options) if budgets else options
-    return [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
 
 
 @functools.lru_cache(maxsize=_MOST_FUNCTIONS)

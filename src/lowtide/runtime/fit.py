@@ -193,7 +193,7 @@ class _Fitting:
             self.settings.bandwidth,
             planned.rehearsed_peak_bytes,
             planned.notes,
-            self.settings.compilation,
+            self._compiled[-1].compilation if self._compiled else None,
         )
 
     def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
