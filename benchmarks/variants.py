@@ -21,7 +21,7 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_claim import Row
 from benchmarks.peer_networks import NETWORKS, TINY, Network
-from benchmarks.peers import compiled_whole
+from benchmarks.peer_ways import compiled_whole
 from torch import nn
 
 import lowtide

@@ -10,8 +10,9 @@ import pytest
 from tests.report.browser import ARTEFACTS, find_chromium, words
 from tests.report.chains import bare_survey, periodic_survey, small_chain
 
-from lowtide import Chain, Stage
-from lowtide.report.page import render
+from lowtide import Backward, Chain, Forward, Schedule, Stage
+from lowtide.chain import Variant
+from lowtide.report.page import render, write_report
 from lowtide.report.timeline import spans
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
 
@@ -210,6 +211,19 @@ def test_the_table_of_stages_sorts_and_finds(browser, deep_file):
     assert sorted(tab.evaluate(cells)) == sorted(name for name in names if "layer4.33" in name)
     runs = tab.evaluate("[...document.querySelectorAll('#stages tbody tr')].map((row) => row.cells[7].textContent)")
     assert set(runs) <= {"1×", "2×"}
+
+
+def test_the_table_of_stages_names_variants(browser, tmp_path):
+    lean = Variant("lean", 1e-3, 2e-3, saved_bytes=4)
+    stages = [Stage(name, 1e-3, 1e-3, output_bytes=2, saved_bytes=8, variants=[lean]) for name in "ab"]
+    schedule = Schedule("by hand", [Forward(1, "all", 1), Forward(2, "all"), Backward(2), Backward(1)])
+    write_report(tmp_path / "variants.html", Chain("two", stages), schedule, memory_budget=64, num_budgets=2)
+    tab = browser.open(tmp_path / "variants.html")
+    heads = tab.evaluate("[...document.querySelectorAll('#stages thead th')].map((cell) => cell.textContent)")
+    place = heads.index("Runs as")
+    rows = "[...document.querySelectorAll('#stages tbody tr')]"
+    assert tab.evaluate(f"{rows}.map((row) => row.cells[{place}].textContent)") == ["lean", "as it is"]
+    assert tab.complaints() == []
 
 
 def test_numbers_read_as_in_the_terminal(browser, moving_file):
