@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+import torch
 from benchmarks import harness, peer_batches, peers
 from benchmarks.peer_batches import largest
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
@@ -85,6 +86,11 @@ def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
     with pytest.raises(harness.OutOfTimeError), clock.enforced():
         time.sleep(60)
     assert harness.Clock(None).allows(1e9)
+
+
+def test_the_command_is_kept_without_folders(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "--seconds", "9", "--output", "/a/b", "--only", "gpt", "--resume", "/c.json"])
+    assert harness.machine_facts(torch.device("cpu"))["command"].endswith(" --seconds 9 --only gpt")
 
 
 @pytest.mark.slow
