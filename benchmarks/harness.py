@@ -165,6 +165,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     return {
         "machine": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
