@@ -47,6 +47,9 @@ def test_where_lowtide_is_never_so_lean_or_so_fast_the_claim_fails():
     assert verdict.at_its_memory is None
     assert verdict.at_its_time is None
     assert not verdict.holds
+    text = "\n".join(claim_lines(rows))
+    assert "the leanest takes +400.0%" in text
+    assert "the fastest takes +400.0%" in text
 
 
 def test_less_than_the_noise_is_no_difference_and_what_was_not_measured_does_not_count():
