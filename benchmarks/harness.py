@@ -36,7 +36,7 @@ NUM_WARM = 2
 TIMED_SECONDS = 1.0
 FEWEST_TIMED, MOST_TIMED = 5, 12
 # On a CPU a figure shows that a command works; it is seldom worth more.
-NUM_TIMED_CPU = 3
+NUM_TIMED_CPU = 5
 
 
 class OutOfTimeError(BaseException):
@@ -165,6 +165,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     return {
         "machine": torch.cuda.get_device_name(device) if on_cuda else f"CPU, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
         "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_cuda else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -176,12 +177,20 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
+_OPTIONS_WITH_PATHS = ("--output", "--resume", "--draw")
+
+
 def _shown_command() -> list[str]:
     """The command as it was typed, without folders of this machine."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = "" if module is None or module.name is None else module.name.removesuffix(".__main__")
-    given = sys.argv[1:]
-    return [name, *(argument for argument in given if os.sep not in argument)]
+    kept: list[str] = []
+    for argument in sys.argv[1:]:
+        if kept and kept[-1] in _OPTIONS_WITH_PATHS:
+            kept.pop()
+        else:
+            kept.append(argument)
+    return [name, *kept]
 
 
 def version_of(package: str) -> str | None:

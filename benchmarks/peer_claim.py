@@ -139,9 +139,15 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     if not checked or not any(row.is_measured and row.family != "peer" for row in rows):
         return ["The claim was not checked: lowtide was not measured on this network."]
 
+    own = [row for row in rows if row.is_measured and row.family != "peer"]
+    leanest, fastest = min(row.peak_bytes or 0 for row in own), min(row.seconds or 0 for row in own)
+
     def cells(verdict: Verdict) -> list[str]:
-        at_memory = "lowtide has no plan that lean" if verdict.slower is None else f"{verdict.slower:+.1%}"
-        at_time = "lowtide is never that fast" if verdict.larger is None else f"{verdict.larger:+.1%}"
+        more_bytes, more_seconds = _ratio(leanest, verdict.row.peak_bytes), _ratio(fastest, verdict.row.seconds)
+        at_memory = f"none so lean; the leanest takes {more_bytes - 1:+.1%}"
+        at_time = f"none so fast; the fastest takes {more_seconds - 1:+.1%}"
+        at_memory = at_memory if verdict.slower is None else f"{verdict.slower:+.1%}"
+        at_time = at_time if verdict.larger is None else f"{verdict.larger:+.1%}"
         marks = [
             "holds" if verdict.holds_at_its_memory else "**fails**",
             "holds" if verdict.holds_at_its_time else "**fails**",

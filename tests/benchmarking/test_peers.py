@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+import torch
 from benchmarks import harness, peer_batches, peers
 from benchmarks.peer_batches import largest
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
@@ -46,6 +47,9 @@ def test_where_lowtide_is_never_so_lean_or_so_fast_the_claim_fails():
     assert verdict.at_its_memory is None
     assert verdict.at_its_time is None
     assert not verdict.holds
+    text = "\n".join(claim_lines(rows))
+    assert "the leanest takes +400.0%" in text
+    assert "the fastest takes +400.0%" in text
 
 
 def test_less_than_the_noise_is_no_difference_and_what_was_not_measured_does_not_count():
@@ -85,6 +89,11 @@ def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
     with pytest.raises(harness.OutOfTimeError), clock.enforced():
         time.sleep(60)
     assert harness.Clock(None).allows(1e9)
+
+
+def test_the_command_is_kept_without_folders(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "--seconds", "9", "--output", "/a/b", "--only", "gpt", "--resume", "/c.json"])
+    assert harness.machine_facts(torch.device("cpu"))["command"].endswith(" --seconds 9 --only gpt")
 
 
 @pytest.mark.slow

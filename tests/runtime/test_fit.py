@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 
 import pytest
@@ -127,7 +128,7 @@ def test_it_can_be_printed(plain_peak):
     model, x = deep(), batches(SHAPE, 1)[0]
     with lowtide.fit(model, x, memory_budget=int(plain_peak * 0.7), **RECOMPUTE) as plan:
         text = str(plan)
-        assert "8 x" not in text
+        assert re.search(r"\d\.\d\d x plain", text)
         assert "budget" in text
         assert "recomputed" in text
         model(x).sum().backward()

@@ -56,10 +56,13 @@ def place_copies(
         feasible, release = _releases(seconds, excess, gaps, usable, bandwidth)
         if not feasible:
             return -1.0, release, release, release
-        kept = release < NEVER
-        if np.array_equal(kept, usable):
+        changed = False
+        for gap in range(release.size):  # what never has to go is not copied, and the others' copies are sooner done
+            if usable[gap] and release[gap] == NEVER:
+                usable[gap] = False
+                changed = True
+        if not changed:
             break
-        usable = kept  # what never has to go is not copied, and the others' copies are sooner done
     slack = _slack(excess, gaps, release)
     last_release = 0
     for gap in range(release.size):
@@ -136,10 +139,13 @@ def _releases(
 @kernel
 def _slack(excess: Positions, gaps: GapArrays, release: Positions) -> Positions:
     """The room left at each computation when every released value comes back at the last moment."""
-    slack = -excess
+    slack = np.empty_like(excess)
+    for position in range(excess.size):
+        slack[position] = -excess[position]
     for gap in range(release.size):
         if release[gap] < NEVER:
-            slack[release[gap] : gaps.end[gap]] += gaps.num_bytes[gap]
+            for position in range(release[gap], gaps.end[gap]):  # by element: slices take seconds to compile
+                slack[position] += gaps.num_bytes[gap]
     return slack
 
 
