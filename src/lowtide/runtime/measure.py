@@ -280,7 +280,7 @@ def _stages(
                 name,
                 *seconds_as[name][k - 1],
                 max(each.saved_bytes, figure.output_bytes),
-                each.forward_extra_bytes + kept_bytes,
+                each.saving_extra_bytes + kept_bytes,  # only a forward that saves all is counted as a variant's
                 _backward_extra_bytes(each, weight, kept_bytes) + more_bytes,
             )
             for name, each in figure.variants

@@ -33,7 +33,9 @@ class StageFigures:
         output_bytes: the storages of what the next stage reads, or the caller after the last; held ones excepted.
         saved_bytes: what a forward that saves all leaves on the device, held tensors excepted.
         grad_bytes: the gradients of the outputs.
-        forward_extra_bytes: the peak of a forward beyond what it leaves.
+        forward_extra_bytes: the peak of a forward beyond what it leaves, whether it saves all or nothing.
+        saving_extra_bytes: the same of a forward that saves all; compiled code, which lets nothing go before its end,
+            takes much less beyond what it leaves then.
         backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its outputs and inputs;
             below 0 where much is let go before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
@@ -50,6 +52,7 @@ class StageFigures:
     saved_bytes: int = 0
     grad_bytes: int = 0
     forward_extra_bytes: int = 0
+    saving_extra_bytes: int = 0
     backward_peak_bytes: int = 0
     largest_weight_grad_bytes: int = 0
     own_held_bytes: int = 0
@@ -219,7 +222,7 @@ class _Measurer:
         extra_bytes = self._staged.first_peak_bytes[k - 1] - left_bytes - figure.own_held_bytes
         more_bytes = max(0, extra_bytes - figure.forward_extra_bytes)
         variants = tuple(
-            (name, replace(each, forward_extra_bytes=each.forward_extra_bytes + more_bytes))
+            (name, replace(each, saving_extra_bytes=each.saving_extra_bytes + more_bytes))
             for name, each in figure.variants
         )
         # a stage whose backward runs as a variant runs forward as that variant, too
@@ -255,7 +258,7 @@ class _Measurer:
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = self._output_bytes(k, run)
             saved_bytes = max(after_bytes - before_bytes - held_bytes, output_bytes)
-            extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
+            extra_bytes = saving_extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
             grad_bytes = self._grad_bytes(k, run)
             start = self._start_of_backward(k, run)
             stored_bytes = meter.live_bytes + start.gradient_bytes
@@ -271,6 +274,7 @@ class _Measurer:
             saved_bytes=saved_bytes,
             grad_bytes=grad_bytes,
             forward_extra_bytes=max(0, extra_bytes),
+            saving_extra_bytes=max(0, saving_extra_bytes),
             own_held_bytes=held_bytes,
         )
 
