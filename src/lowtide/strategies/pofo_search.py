@@ -31,7 +31,7 @@ _MOST_LABEL_SLOTS = 400
 _LABELS_PER_SLOT = 10
 # The first search, which only has to find a time that is reachable, uses half of the slots,
 _COARSER = 2
-# and a backward phase with a fourth of them.
+# and, where the first reach is not enough, a backward phase with a fourth of them.
 _COARSER_BLOCKS = 4
 # The backward phase has two state variables fewer, and can afford finer slots.
 _BLOCK_SLOTS = 10
@@ -115,7 +115,7 @@ class ContinuousModel:
         """A time that is reachable, near the best, and the search that found it (None: it was known)."""
         room = (memory - int(self.arrays.output[0])) / self.bandwidth
         bound = least_rest(rest_of(self.bounds, 1), room, 0.0, 0.0)
-        label_slots, block_slots = max(4, slots // _COARSER), max(4, slots // _COARSER_BLOCKS)
+        label_slots, block_slots = max(4, slots // _COARSER), slots  # mostly it is, and the table serves again
         for reach in (*_REACH, math.inf):
             limit = min(known, plain + reach * (bound - plain + _LEAST_REACH * plain))
             found = self._search(memory, label_slots, limit, self._blocks(memory, block_slots, limit - plain))
@@ -123,6 +123,7 @@ class ContinuousModel:
                 return float(found.totals[0]), found
             if limit == known:
                 break
+            block_slots = max(4, slots // _COARSER_BLOCKS)
         return known, None
 
     def _blocks(self, memory: int, slots: int, spare_seconds: float) -> Blocks:
