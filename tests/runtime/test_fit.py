@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import re
@@ -15,6 +16,7 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime import planning
 from lowtide.runtime.file_tier import FileTier
 from lowtide.runtime.meter import Meter
 
@@ -98,6 +100,28 @@ def test_a_budget_too_small_is_refused_with_the_least():
     assert "_compiled_call_impl" not in vars(model)
     with lowtide.fit(model, x, memory_budget=int(least * 1.05), bandwidth=0):
         assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+
+
+def test_a_budget_that_only_the_prediction_exceeds_is_met(monkeypatch):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, **RECOMPUTE)
+    budget, more = int(caught.value.minimum_bytes * 1.02), caught.value.minimum_bytes // 8
+    measured = planning.measure_split
+
+    def too_much(*given, **options):
+        chain = measured(*given, **options)
+        return dataclasses.replace(chain, base_bytes=chain.base_bytes + more)
+
+    monkeypatch.setattr(planning, "measure_split", too_much)
+    with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE) as plan:
+        assert "the prediction was corrected" in str(plan.notes)
+        assert plan.stats().measured_peak_bytes <= budget
+        assert plan.stats().predicted_peak_bytes <= budget
+        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        lowtide.fit(model, x, memory_budget=budget // 2, **RECOMPUTE)
+    assert refused.value.minimum_bytes > budget // 2
 
 
 def test_other_shapes(plain_peak):

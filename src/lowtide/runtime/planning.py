@@ -143,7 +143,9 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
         except InfeasibleBudgetError as error:
             if best is not None:
                 break  # a corrected prediction fits no more; what was seen to fit does
-            raise _exact_refusal(error, model, sample, split, chain, settings) from None
+            best = _leanest(error, model, sample, split, chain, settings, unknown_bytes, tuple(notes))
+            notes, chain = list(best.notes), best.chain  # with less predicted, there may be a quicker one
+            continue
         planned = Planned(split, solution, None, tuple(notes))
         measured = _tried(model, sample, planned, settings).peak_bytes + unknown_bytes
         planned = dataclasses.replace(planned, rehearsed_peak_bytes=measured)
@@ -206,24 +208,42 @@ def _no_slower_than_recomputing(
     return dataclasses.replace(alone, rehearsed_peak_bytes=peak, notes=(*best.notes, note))
 
 
-def _exact_refusal(
-    error: InfeasibleBudgetError, model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings
-) -> InfeasibleBudgetError:
-    """The same refusal, with the least budget that a trial step has shown to be enough."""
+def _leanest(
+    error: InfeasibleBudgetError,
+    model: nn.Module,
+    sample: Sample,
+    split: Split,
+    chain: Chain,
+    settings: Settings,
+    unknown_bytes: int,
+    notes: tuple[str, ...],
+) -> Planned:
+    """The leanest schedule, where a trial step shows that it takes less than predicted and stays within the budget.
+
+    Raises:
+        InfeasibleBudgetError: otherwise, with the least budget that the trial step has shown to be enough.
+    """
     least = dataclasses.replace(settings, memory_budget=error.minimum_bytes)
     try:
         solution = solution_for(chain, least)
-        measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes
+        measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes + unknown_bytes
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
-        return error
+        raise error from None
+    if measured <= settings.memory_budget:
+        note = (
+            f"a rehearsal took {format_bytes(measured)} where {format_bytes(solution.peak_bytes)} was predicted; "
+            "the prediction was corrected"
+        )
+        lower = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + measured - solution.peak_bytes))
+        return Planned(split, resimulated(solution, lower), measured, (*notes, note))
     if measured <= error.minimum_bytes:
-        return error
-    return InfeasibleBudgetError(
+        raise error from None
+    raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
         f"{format_bytes(measured)} ({measured} bytes) that the leanest schedule of this model took in a trial step; "
         "raise it, or allow offloading",
         minimum_bytes=measured,
-    )
+    ) from None
 
 
 def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
