@@ -120,6 +120,9 @@ def ways_of(run: Run, network: Network) -> dict[str, Way]:
 def trains(run: Run, network: Network, way: Way, limit_bytes: int, batch_size: int) -> bool:
     """Whether some steps of a batch stay within a limit."""
     harness.release(run.device)
+    if run.device.type != "cuda":  # bytes are counted, those of others too
+        with Meter(run.device) as meter:
+            limit_bytes += meter.start_bytes
     with limited(run.device, limit_bytes) as stays_within:
 
         def work() -> None:
