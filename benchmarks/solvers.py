@@ -4,8 +4,8 @@
 
 Synthetic heterogeneous chains at half and at a fifth of what plain training takes, and ResNet-1001 as measured; after a
 first call that compiles, the best of three. The reach for `rotor` at 339 stages and 500 slots is 1.5 s on two cores;
-1000 stages (--large) must complete within 60 s and 8 GiB. CPU seconds are those of all threads: with both cores free the
-solve takes half of them.
+1000 stages (--large) must complete within 60 s and 8 GiB. CPU seconds are those of all threads: with both cores free
+the solve takes half of them.
 """
 
 from __future__ import annotations
