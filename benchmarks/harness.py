@@ -295,3 +295,27 @@ def output_folder(arguments: argparse.Namespace, default: Path) -> Path:
 def is_chosen(name: str, only: Sequence[str]) -> bool:
     """Whether a name was asked for with `--only`."""
     return not only or any(part.lower() in name.lower() for part in only)
+
+
+class Run:
+    """One run of a command: where it runs, its time, its files.
+
+    Args:
+        name: of the command; its files are called after it and the machine.
+        arguments: of the command line; see `add_common_arguments`.
+        device: where it runs.
+        results: the folder for files where the command line names none.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace, device: torch.device, results: Path) -> None:
+        self.device = device
+        self.clock = Clock(arguments.seconds)
+        self.facts = machine_facts(device)
+        self.is_tiny: bool = arguments.tiny
+        self.folder = output_folder(arguments, results)
+        self.stem = f"{name}-{'tiny-' if arguments.tiny else ''}{short_name(device)}"
+
+    @property
+    def files(self) -> str:
+        """What it writes, for people."""
+        return f"{self.folder / self.stem}.json, .md and .png"

@@ -57,7 +57,7 @@ SHARES = (0.6, 0.4)
 SAME_BUDGET = 0.01
 
 
-class Run:
+class Run(harness.Run):
     """One run: its rows, its time, its files.
 
     Args:
@@ -66,9 +66,7 @@ class Run:
     """
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        self.clock = harness.Clock(arguments.seconds)
-        self.facts = harness.machine_facts(device)
+        super().__init__("peers", arguments, device, RESULTS)
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
         self.memory_budgets: list[float] = arguments.memory_budgets
         self.num_segments: list[int] | None = arguments.segments
@@ -76,8 +74,6 @@ class Run:
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
         self.skipped: list[str] = []
-        self._folder = harness.output_folder(arguments, RESULTS)
-        self._stem = f"peers-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
         self.guess_seconds = (
             dict(FIRST_GUESS_SECONDS) if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
         )
@@ -126,11 +122,11 @@ class Run:
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results; drawing takes a second, and is left for the end."""
-        write(self._folder, self._stem, self.facts, self.rows, self.batches, self.skipped, picture=picture)
+        write(self.folder, self.stem, self.facts, self.rows, self.batches, self.skipped, picture=picture)
 
     def say_where(self) -> None:
         """Print the folder."""
-        print(f"written to {self._folder / self._stem}.json, .md and .png")
+        print(f"written to {self.files}")
 
 
 def write(

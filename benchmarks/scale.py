@@ -131,25 +131,20 @@ def solving_seconds(chain: lowtide.Chain, budget: int, strategy: str) -> float |
     return best
 
 
-class Run:
+class Run(harness.Run):
     """One run: its rows, its time, its files."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        self.clock = harness.Clock(arguments.seconds)
-        self.facts = harness.machine_facts(device)
-        self.is_tiny: bool = arguments.tiny
+        super().__init__("scale", arguments, device, RESULTS)
         self.rows: list[Row] = []
         self._last: dict[str, tuple[int, float]] = {}
         """The stages and seconds of each strategy's longest chain so far."""
-        self._folder = harness.output_folder(arguments, RESULTS)
-        self._stem = f"scale-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results."""
         values = {"facts": self.facts, "rows": [asdict(row) for row in self.rows]}
         draw_all = (lambda plt: draw(plt, self.facts, self.rows)) if picture else None
-        harness.write_results(self._folder, self._stem, values, report_lines(self.facts, self.rows), draw_all)
+        harness.write_results(self.folder, self.stem, values, report_lines(self.facts, self.rows), draw_all)
 
     def add(self, row: Row) -> None:
         """A new row."""
@@ -171,7 +166,7 @@ class Run:
 
     def say_where(self) -> None:
         """Print the folder."""
-        print(f"written to {self._folder / self._stem}.json, .md and .png")
+        print(f"written to {self.files}")
 
 
 def measured_row(run: Run, row: Row, strategies: Sequence[str]) -> lowtide.Chain:

@@ -38,20 +38,15 @@ BUDGETS = {"gpt": [int(gib * 2**30) for gib in (11.5, 9.7, 6.7)]}
 SHARES = (0.75, 0.6, 0.42)
 
 
-class Run:
+class Run(harness.Run):
     """One run: its rows, its time, its files."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        self.clock = harness.Clock(arguments.seconds)
-        self.facts = harness.machine_facts(device)
+        super().__init__("variants", arguments, device, RESULTS)
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
-        self.is_tiny: bool = arguments.tiny
         self.is_deterministic: bool = arguments.deterministic
         self.rows: list[Row] = []
         self.stages: dict[str, Any] = {}
-        self._folder = harness.output_folder(arguments, RESULTS)
-        self._stem = f"variants-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
 
     def row(self, network: Network, way: str, measure: Callable[[Row], None], **more: Any) -> Row:
         """Measure one row, print it and write everything."""
@@ -78,7 +73,7 @@ class Run:
     def save(self) -> None:
         """Write JSON and table."""
         values = {"facts": self.facts, "rows": [asdict(row) for row in self.rows], "stages": self.stages}
-        harness.write_results(self._folder, self._stem, values, self._lines())
+        harness.write_results(self.folder, self.stem, values, self._lines())
 
     def _lines(self) -> list[str]:
         lines = [harness.heading(self.facts)]

@@ -69,19 +69,15 @@ TINY = [("resnet18", 64, 2)]
 GUESS_SECONDS = 3.0
 
 
-class Run:
+class Run(harness.Run):
     """One run: its points, its time, its files."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        self.clock = harness.Clock(arguments.seconds)
-        self.facts = harness.machine_facts(device)
+        super().__init__("rotor", arguments, device, RESULTS)
         self.num_budgets: int = arguments.budgets
         self.num_segments: int = arguments.segments
         self.points: list[Point] = []
         self.notes: list[str] = []
-        self._folder = harness.output_folder(arguments, RESULTS)
-        self._stem = f"rotor-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
         if arguments.resume:
             values = json.loads(arguments.resume.read_text())
             self.points = [Point(**point) for point in values["points"]]
@@ -96,7 +92,7 @@ class Run:
         }
         lines = report_lines(self.facts, self.points, self.notes)
         picture_of = (lambda plt: draw(plt, self.facts, self.points)) if picture else None
-        harness.write_results(self._folder, self._stem, values, lines, picture_of)
+        harness.write_results(self.folder, self.stem, values, lines, picture_of)
 
     def add(self, point: Point) -> None:
         """A new point."""
@@ -111,7 +107,7 @@ class Run:
 
     def say_where(self) -> None:
         """Print the folder."""
-        print(f"written to {self._folder / self._stem}.json, .md and .png")
+        print(f"written to {self.files}")
 
 
 class Experiment:

@@ -48,19 +48,14 @@ TINY = [("alexnet", 2)]
 GUESS_SECONDS = 4.0
 
 
-class Run:
+class Run(harness.Run):
     """One run: its rows, its time, its files."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
-        self.device = device
-        self.clock = harness.Clock(arguments.seconds)
-        self.facts = harness.machine_facts(device)
-        self.is_tiny: bool = arguments.tiny
+        super().__init__("selection", arguments, device, RESULTS)
         self.rows: list[Row] = []
         self.figure: Figure | None = None
         self.skipped: list[str] = []
-        self._folder = harness.output_folder(arguments, RESULTS)
-        self._stem = f"selection-{'tiny-' if arguments.tiny else ''}{harness.short_name(device)}"
 
     def allows(self, what: str) -> bool:
         """Whether there is time for one more row."""
@@ -91,11 +86,11 @@ class Run:
         }
         lines = report_lines(self.facts, self.rows, self.figure, self.skipped)
         picture_of = (lambda plt: draw(plt, self.facts, self.figure)) if picture else None
-        harness.write_results(self._folder, self._stem, values, lines, picture_of)
+        harness.write_results(self.folder, self.stem, values, lines, picture_of)
 
     def say_where(self) -> None:
         """Print the folder."""
-        print(f"written to {self._folder / self._stem}.json, .md and .png")
+        print(f"written to {self.files}")
 
 
 class Experiment:

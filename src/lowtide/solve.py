@@ -168,9 +168,7 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
     return [
         entry
         for entry in REGISTRY.values()
-        if (bandwidth or not entry.moves)
-        and (not entry.manages_weights or (manage_weights and has_weights))
-        and entry.is_installed
+        if (bandwidth or not entry.moves) and (not entry.manages_weights or (manage_weights and has_weights))
     ]
 
 

@@ -147,6 +147,19 @@ def test_what_is_declined_says_why(model: nn.Module, sample: Any, reason: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_without_submodules_is_told_to_have_some():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return (x @ self.weight).tanh() @ self.weight
+
+    with pytest.raises(CaptureError, match="move parts of its forward into submodules"):
+        capture(Alone(), torch.randn(4, 8))
+
+
 def test_a_compiled_block_is_one_unit() -> None:
     model = awkward.Transformerlike()
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")

@@ -116,6 +116,12 @@ def _nothing_found(observation: Observation) -> str:
         if reason is None:
             reason = f"{ledger.differentiable(cut.crossing)} activations cross the end of {observation.path(cut.call)}"
         reasons[reason] = reasons.get(reason, 0) + 1
+    if not any(call.depth for call in observation.calls):
+        return (
+            "no chain of stages was found: the model calls no submodules, so there is no place to cut it at; move "
+            "parts of its forward into submodules that are called one after the other, and where these are not found "
+            f"either, {_BY_HAND}"
+        )
     common = max(reasons, key=lambda reason: reasons[reason], default="no submodule is called")
     return (
         f"no chain of stages was found: {seen}, saving {format_bytes(ledger.total_bytes)}, and at no place a single "

@@ -52,7 +52,7 @@ class Box:
 class View:
     """A tensor as a view of a box."""
 
-    __slots__ = ("box", "dtype", "offset", "requires_grad", "size", "stride")
+    __slots__ = ("box", "dtype", "offset", "size", "stride")
 
     def __init__(self, box: Box | None, tensor: torch.Tensor) -> None:
         self.box = box
@@ -60,7 +60,6 @@ class View:
         self.size = tensor.size()
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        self.requires_grad = tensor.requires_grad
 
     def tensor(self) -> torch.Tensor:
         """The tensor; its storage is on the device."""

@@ -42,9 +42,7 @@ class Coarse:
         Raises:
             PlanError: where the schedule speaks of stages that the split has not.
         """
-        largest = max((operation.stage for operation in schedule.operations), default=0)
-        if largest > split.num_stages:
-            raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+        _check_stages(split, schedule)
         return cls(split, schedule.operations, (1,) * split.num_stages)
 
 
@@ -61,7 +59,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
         >>> coarsened(split, plain).operations
         (Forward(stage=1, save='all', variant=0), Backward(stage=1))
     """
-    Coarse.finest(split, schedule)  # refuses what does not belong together
+    _check_stages(split, schedule)
     groups: list[list[int]] = []
     joined = _joined(schedule.operations, split.num_stages)
     for k in range(1, split.num_stages + 1):
@@ -80,6 +78,12 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     )
     stages = tuple(_as_one([split.stages[k - 1] for k in group]) for group in groups)
     return Coarse(replace(split, stages=stages), operations, tuple(map(len, groups)))
+
+
+def _check_stages(split: Split, schedule: Schedule) -> None:
+    largest = max((operation.stage for operation in schedule.operations), default=0)
+    if largest > split.num_stages:
+        raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
 
 
 def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:

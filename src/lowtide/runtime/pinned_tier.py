@@ -75,7 +75,8 @@ class PinnedTier:
         limit_bytes: never use more than this; None: no limit.
     """
 
-    # The statistics of a normalisation, a few kilobytes each, would take as long to copy as half a megabyte.
+    # Above the statistics of a normalisation, a few kilobytes each: a copy has to be launched however small it is, and
+    # launching is what limits steps with copies. The figure itself was not tuned.
     smallest_bytes = 16 * 2**10
 
     def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:

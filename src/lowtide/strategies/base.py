@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -110,11 +109,6 @@ class Entry:
     """Moves values between device and host: needs a bandwidth."""
     manages_weights: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether the algorithm's module is there; `auto` passes over one that is not."""
-        return importlib.util.find_spec(self.module) is not None
 
     def make(self, **settings: Any) -> Strategy:
         """The strategy with these settings; one that is None, or that the strategy does not have, is left out."""
