@@ -48,19 +48,17 @@ def peak_of_steps(model: nn.Module, inputs: list[torch.Tensor]) -> int:
         return meter.peak_bytes
 
 
-def peak_of_plain_steps() -> int:
-    return peak_of_steps(deep(), batches(SHAPE, 3))
-
-
-@pytest.fixture
-def plain_peak() -> int:
-    """Measured anew for each test: the meter counts whatever earlier tests left behind, too."""
-    return peak_of_plain_steps()
+def budget_of(share: float) -> int:
+    """A share of what plain steps take, beside whatever earlier tests left behind: the meter counts that, too."""
+    gc.collect()
+    with Meter("cpu") as meter:
+        left_bytes = meter.live_bytes
+    return left_bytes + int((peak_of_steps(deep(), batches(SHAPE, 3)) - left_bytes) * share)
 
 
 @pytest.mark.parametrize("share", [1.3, 0.7, 0.5])
-def test_the_budget_holds_over_whole_steps_with_equal_numbers(plain_peak, share):
-    budget = int(plain_peak * share) + 4096
+def test_the_budget_holds_over_whole_steps_with_equal_numbers(share):
+    budget = budget_of(share) + 4096
     model = deep()
     with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget=budget, **RECOMPUTE, optimizer="adam") as plan:
         assert plan.stats().predicted_peak_bytes <= budget
@@ -124,9 +122,9 @@ def test_a_budget_that_only_the_prediction_exceeds_is_met(monkeypatch):
     assert refused.value.minimum_bytes > budget // 2
 
 
-def test_other_shapes(plain_peak):
+def test_other_shapes():
     model, x = deep(), batches(SHAPE, 1)[0]
-    budget = int(plain_peak * 0.85)
+    budget = budget_of(0.85)
     plan = lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE)
     inputs = [x, x[:20], torch.cat([x, x[:8]]), x, x[:7]]
     assert_equal(train(model, inputs), train(deep(), inputs))
@@ -139,18 +137,18 @@ def test_other_shapes(plain_peak):
     plan.detach()
 
 
-def test_fitting_twice_replaces_the_plan(plain_peak):
+def test_fitting_twice_replaces_the_plan():
     model, x = deep(), batches(SHAPE, 1)[0]
-    first = lowtide.fit(model, x, memory_budget=plain_peak * 2, **RECOMPUTE)
-    second = lowtide.fit(model, x, memory_budget=int(plain_peak * 0.7), **RECOMPUTE)
+    first = lowtide.fit(model, x, memory_budget=budget_of(2), **RECOMPUTE)
+    second = lowtide.fit(model, x, memory_budget=budget_of(0.7), **RECOMPUTE)
     assert not first.is_attached
     assert second.is_attached
     assert first.schedule != second.schedule
 
 
-def test_it_can_be_printed(plain_peak):
+def test_it_can_be_printed():
     model, x = deep(), batches(SHAPE, 1)[0]
-    with lowtide.fit(model, x, memory_budget=int(plain_peak * 0.7), **RECOMPUTE) as plan:
+    with lowtide.fit(model, x, memory_budget=budget_of(0.7), **RECOMPUTE) as plan:
         text = str(plan)
         assert re.search(r"\d\.\d\d x plain", text)
         assert "budget" in text
@@ -160,9 +158,9 @@ def test_it_can_be_printed(plain_peak):
         assert "attached" in repr(plan)
 
 
-def test_it_can_be_looked_at(plain_peak, tmp_path):
+def test_it_can_be_looked_at(tmp_path):
     model, x = deep(), batches(SHAPE, 1)[0]
-    budget = int(plain_peak * 0.7)
+    budget = budget_of(0.7)
     with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE) as plan:
         model(x).sum().backward()
         plan.report(tmp_path / "plan.html", patience_seconds=1.0)
@@ -194,7 +192,7 @@ def test_models_with_glue_and_a_loss_inside():
     assert plan.stats().recomputed_per_step > 0
 
 
-def test_copies_that_turn_out_slow_are_not_used(plain_peak, monkeypatch):
+def test_copies_that_turn_out_slow_are_not_used(monkeypatch):
     store = FileTier.store
 
     def slow(tier, storages):
@@ -204,7 +202,7 @@ def test_copies_that_turn_out_slow_are_not_used(plain_peak, monkeypatch):
         return region, ticket
 
     monkeypatch.setattr(FileTier, "store", slow)
-    budget, x = int(plain_peak * 0.7), batches(SHAPE, 1)[0]
+    budget, x = budget_of(0.7), batches(SHAPE, 1)[0]
     with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s", strategy="pofo") as plan:
         assert any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)
     with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s") as plan:
@@ -218,7 +216,7 @@ def test_copies_that_turn_out_slow_are_not_used(plain_peak, monkeypatch):
 @pytest.fixture(scope="module")
 def fitted():
     """Fitted once; each test gets a file of its own."""
-    budget = int(peak_of_plain_steps() * 0.7)
+    budget = budget_of(0.7)
     with lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=budget, **RECOMPUTE) as plan:
         return plan
 
@@ -286,13 +284,13 @@ def test_garbage_and_missing_files(tmp_path):
             lowtide.load_plan(tmp_path / name, deep())
 
 
-def test_compiled_stages_give_what_the_compiled_model_gives(plain_peak):
+def test_compiled_stages_give_what_the_compiled_model_gives():
     options = {"backend": "aot_eager"}
     plain, model = deep(), deep()
     for each in plain:
         each.compile(dynamic=False, **options)
     stages = [str(k) for k in range(len(model))]
-    budget = int(plain_peak * 0.8)
+    budget = budget_of(0.8)
     x = batches(SHAPE, 1)[0]
     with lowtide.fit(
         model, x, memory_budget=budget, **RECOMPUTE, stages=stages, compile_stages=options, variants=False
@@ -302,10 +300,10 @@ def test_compiled_stages_give_what_the_compiled_model_gives(plain_peak):
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
 
-def test_the_steps_by_themselves(plain_peak):
+def test_the_steps_by_themselves():
     model, x = deep(), batches(SHAPE, 1)[0]
     chain = lowtide.Chain.from_dict(json.loads(json.dumps(lowtide.measure(model, x).to_dict())))
-    solution = lowtide.solve(chain, memory_budget=int(plain_peak * 0.7), strategy="rotor", manage_weights=False)
+    solution = lowtide.solve(chain, memory_budget=budget_of(0.7), strategy="rotor", manage_weights=False)
     with lowtide.attach(model, solution) as plan:
         assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
         assert plan.stats().recomputed_per_step > 0
