@@ -59,6 +59,13 @@ def test_what_is_moved_by_itself_stays_by_itself():
     assert ["offload", "a", 1] in lists(coarse)
 
 
+def test_only_the_reader_of_what_leaves_is_kept_apart():
+    operations = [Forward(1, "keep"), Offload("a", 1), *(Forward(k, "all") for k in (2, 3, 4)), Release("a", 1)]
+    operations += [Forward(5, "all"), Backward(5), Prefetch("a", 1), *(Backward(k) for k in (4, 3, 2))]
+    operations += [Forward(1, "all"), Backward(1)]
+    assert coarsened(split_of(5), Schedule("offload", tuple(operations))).sizes == (1, 1, 2, 1)
+
+
 def test_variants_stay_by_themselves():
     operations = [Forward(1, "all", 1), Forward(2, "all", 1), Backward(2), Backward(1)]
     assert coarsened(split_of(2), Schedule("any", tuple(operations))).sizes == (1, 1)

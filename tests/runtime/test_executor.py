@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tests.runtime import models
 from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, batches, train
+from torch import nn
 
 import lowtide
-from lowtide import Backward, Forward, Schedule
+from lowtide import Backward, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.runtime.attach import attach, check_legal
+from lowtide.runtime.meter import Meter
 from lowtide.runtime.split import Split, StageSplit, Unit
 
 NUM_STAGES = len(models.stages_of_every_kind())
@@ -64,6 +66,20 @@ def two_halves(n: int = NUM_STAGES) -> Schedule:
 def test_schedules_by_hand(make):
     check_legal(make(), NUM_STAGES)
     run_under(make())
+
+
+def test_what_a_stage_saved_goes_bit_by_bit_where_its_input_was_moved():
+    deep = nn.Sequential(*(nn.Tanh() for _ in range(12)))
+    model, x = nn.Sequential(nn.Linear(16, 16), deep, nn.Linear(16, 16)), torch.randn(256, 16)
+    live_bytes: list[int] = []
+    for layer in (deep[9], deep[2]):  # in backward the later layer comes first
+        layer.register_full_backward_pre_hook(lambda *_: live_bytes.append(meter.live_bytes))
+    operations = [Forward(1, "keep"), Offload("a", 1), Forward(2, "all"), Release("a", 1), Forward(3, "all")]
+    operations += [Backward(3), Prefetch("a", 1), Backward(2), Forward(1, "all"), Backward(1)]
+    split = Split(tuple(StageSplit(path, (Unit(path),)) for path in "012"))
+    with attach(model, Schedule("by hand", operations), split=split), Meter("cpu") as meter:
+        model(x).sum().backward()
+    assert live_bytes[0] - live_bytes[1] == 7 * x.nbytes
 
 
 def test_recomputations_are_counted():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
 from lowtide.runtime.split import Split, StageSplit
-from lowtide.schedule import Backward, Forward, Operation, Schedule, Value
+from lowtide.schedule import Backward, Forward, Operation, Release, Schedule, Value
 
 # What may stand in two forwards one after the other, the first of stage k and the second of stage k+1. Both are made
 # again as one where both are let go and a[k] with them, and saved as one where all is saved.
@@ -100,7 +100,24 @@ def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
             joined.discard(after.stage)
         if after is not None and not isinstance(after, Forward | Backward):
             joined -= _apart(after.value)
-    return joined
+    return joined - _readers_of_released(operations)
+
+
+def _readers_of_released(operations: tuple[Operation, ...]) -> set[int]:
+    """The stages that are saved while the value that they read leaves the device.
+
+    What such a stage saves has to be sorted; what the next ones save is left to autograd, as long as they are others.
+    """
+    saved: set[int] = set()
+    readers: set[int] = set()
+    for operation in operations:
+        if isinstance(operation, Forward) and operation.save == "all":
+            saved.add(operation.stage)
+        elif isinstance(operation, Backward):
+            saved.discard(operation.stage)
+        elif isinstance(operation, Release) and operation.stage + 1 in saved:
+            readers.add(operation.stage + 1)
+    return readers
 
 
 def _together(one: Forward, other: Operation | None) -> bool:

@@ -143,10 +143,11 @@ def _fill_new(placeholder: Placeholder, tensor: torch.Tensor) -> None:
 class Saved(Activation):
     """abar[k]: a[k], and what a sorted run of stage k saved; unsorted runs leave that to autograd."""
 
-    __slots__ = ("items",)
+    __slots__ = ("_sorted", "items")
 
     def __init__(self, name: str, tensors: Mapping[int, torch.Tensor], sorter: Sorter | None, *, movable: bool):
-        super().__init__(name, tensors, movable=movable, cargo=None if sorter is None else sorter.cargo)
+        self._sorted = None if sorter is None else sorter.cargo
+        super().__init__(name, tensors, movable=movable, cargo=self._sorted)
         self.items: list[_Item] = [] if sorter is None else sorter.items
 
     def fill(self, placeholders: Placeholders, source: Activation | None) -> None:
@@ -158,7 +159,11 @@ class Saved(Activation):
             placeholder = placeholders.alive(index)
             if placeholder is not None:
                 item.fill(placeholder, source)
-        self.items = []
+        # Autograd keeps packing hooks, and with them the sorter, as long as any saved tensor of the stage: it must not
+        # hold on to all of them until then.
+        self.items.clear()
+        if self._sorted is not None:
+            self._sorted.leave()
 
 
 class Sorter:
