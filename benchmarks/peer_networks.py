@@ -74,8 +74,8 @@ def llama(dtype: torch.dtype, batch: int, length: int, **config: int) -> Callabl
     return make
 
 
-# GPT-2's 50257 tokens, padded to a multiple of 64 as is usual. Unpadded, the head took 48 ms of a step of 117 ms on an
-# H200 in bfloat16; presumably because the width of its product is odd, which was not tried apart.
+# GPT-2's 50257 tokens, padded to a multiple of 64 as is usual: in bfloat16 on an H200 the head takes 48 ms of a step of
+# 117 ms without the padding and 13 ms of 82 ms with it.
 PADDED_VOCABULARY = 50304
 
 NETWORKS = [

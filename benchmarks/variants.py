@@ -44,7 +44,6 @@ class Run(harness.Run):
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         super().__init__("variants", arguments, device, RESULTS)
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
-        self.is_deterministic: bool = arguments.deterministic
         self.rows: list[Row] = []
         self.stages: dict[str, Any] = {}
 
@@ -104,9 +103,7 @@ def measure_network(run: Run, network: Network) -> None:
     model, batch = network.make(str(run.device), None)
     run.row(network, "plain, eager", lambda row: run.time(model, model, batch, row))
     split = capture(model, batch, blocks=True)
-    options: dict[str, Any] = {"backend": run.backend, "dynamic": False}
-    if run.is_deterministic:
-        options["options"] = {"deterministic": True}
+    options = {"backend": run.backend, "dynamic": False}
     compiled = CompiledStages(model, split, options, DEFAULT_BUDGETS)
     try:
         plain = run.row(network, "compiled blocks", lambda row: run.time(model, model, batch, row))
@@ -235,7 +232,6 @@ def _rows_of_single_variants(
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_common_arguments(parser)
-    parser.add_argument("--deterministic", action="store_true", help="inductor picks its kernels by rule, not by trial")
     arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
     run = Run(arguments, device)

@@ -118,7 +118,7 @@ class CompiledStages:
     def __init__(
         self, model: nn.Module, split: Split, options: Mapping[str, Any], budgets: Sequence[float] = ()
     ) -> None:
-        options = _with_exact_casts(model, options) if budgets else dict(options)
+        options = _for_equal_numbers(model, options) if budgets else dict(options)
         self.compilation = Compilation(options, tuple(budgets))
         """How it is done; does not depend on what surrounds it any more."""
         compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
@@ -307,16 +307,26 @@ def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**list_mode_options(mode), **given}
 
 
-def _with_exact_casts(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which inductor rounds to 16 bits wherever eager mode does.
+def _for_equal_numbers(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which inductor gives all variants of a block the same numbers, as far as it can.
 
-    Otherwise what a fused kernel hands on is rounded where it is saved and not where it is computed again: each
-    variant would have gradients of its own.
+    Left alone it picks the shapes of its reductions by trying them, for each kernel by itself, and other shapes add in
+    another order; and what a fused kernel hands on is rounded to 16 bits where it is saved and not where it is computed
+    again. A mode that was asked for keeps its trials.
     """
-    if options.get("backend", "inductor") != "inductor" or not _computes_in_16_bits(model):
+    if options.get("backend", "inductor") != "inductor":
+        return dict(options)
+    from torch._inductor import config
+
+    settings: dict[str, Any] = {}
+    if hasattr(config, "deterministic"):
+        settings["deterministic"] = options.get("mode") in (None, "default")
+    if _computes_in_16_bits(model):
+        settings["emulate_precision_casts"] = True
+    if not settings:
         return dict(options)
     rest = {key: value for key, value in options.items() if key != "mode"}  # torch takes one of the two
-    return {**rest, "options": {"emulate_precision_casts": True, **_inductor_options(options)}}
+    return {**rest, "options": {**settings, **_inductor_options(options)}}
 
 
 def _computes_in_16_bits(model: nn.Module) -> bool:
