@@ -10,8 +10,8 @@
 Peers: plain training, eager and compiled as a whole; `checkpoint_sequential` at several numbers of segments; every
 layer checkpointed (transformers' gradient checkpointing, where the model is one of its own); `activation_memory_budget`
 with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measured peak as its budget, so that the
-claim is checked where the peers are, and further budgets for the curve. A step is forward and backward, without an
-optimizer.
+claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
+takes longest for the first of them. A step is forward and backward, without an optimizer.
 
 Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the picture
 at the end.
@@ -23,8 +23,8 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_
 from torch import nn
 
 import lowtide
+from lowtide.runtime import planning
+from lowtide.runtime.sample import Sample
+from lowtide.runtime.split import Split
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -196,6 +199,27 @@ def fill(row: Row, timed: harness.Timed) -> None:
 # lowtide
 
 
+@contextmanager
+def measured_once() -> Iterator[None]:
+    """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
+    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain]](), planning.measured_for
+
+    def remembering(model: nn.Module, sample: Sample, settings: planning.Settings) -> Any:
+        key = id(model), settings.compilation is not None
+        if key not in measured:
+            split, (chain, compiled) = plain(model, sample, settings)
+            measured[key] = split, chain
+            return split, (chain, compiled)
+        split, chain = measured[key]
+        return split, (chain, None if settings.compilation is None else settings.compilation.of(model, split))
+
+    planning.measured_for = remembering
+    try:
+        yield
+    finally:
+        planning.measured_for = plain
+
+
 def measure_lowtide(
     run: Run, model: nn.Module, batch: dict[str, Any], budget: int | None, options: dict[str, Any], row: Row
 ) -> None:
@@ -306,7 +330,8 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
                     run.skipped.append(f"{network.title}: {name}")
                     continue
                 made = network.make(str(run.device), None)
-                PASSES[name](run, network, made)
+                with measured_once():
+                    PASSES[name](run, network, made)
                 del made
                 harness.release(run.device)
 
