@@ -179,11 +179,9 @@ class StagedForward:
 
     def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a submodule that has units."""
-        if self._inside_unit:
-            return site.plain(*args, **kwargs)
         occurrence = self._counts.get(site.path, 0)
-        self._counts[site.path] = occurrence + 1
-        position = site.positions.get(occurrence)
+        self._counts[site.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
+        position = None if self._inside_unit else site.positions.get(occurrence)
         if position is None:
             return site.plain(*args, **kwargs)
         self._check_order(site, occurrence, position)
