@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -302,3 +303,60 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
+
+
+class InParts(nn.Module):
+    """Calls one module for each part of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.mlp(part) for part in x.chunk(4)])
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient that changes its sign; nothing is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * grad, None
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2 * ctx.saved_tensors[0]
+
+
+class CustomFunctions(nn.Module):
+    """Functions of its own between the blocks, one that saves something and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 5)
+        self.first, self.second, self.third = Residual(), Residual(), Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Reversed.apply(self.first(self.embed(x)), 0.3)
+        return self.head(self.third(Squared.apply(self.second(x))))
+
+
+def hooked() -> nn.Module:
+    """Full backward hooks, on a part and on the whole: each is a function around its module."""
+    model = Transformerlike()
+    model.blocks[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+    model.blocks[2].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 3,))
+    model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    return model

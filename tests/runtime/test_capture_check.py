@@ -37,6 +37,9 @@ MODELS: dict[str, Callable[[], Made]] = {
         nn.Sequential(*(layer for _ in range(3) for layer in (awkward.LowRank(), nn.Tanh()))),
         torch.randn(4, 16),
     ),
+    "called for parts": lambda: (nn.Sequential(*(awkward.InParts() for _ in range(3))), torch.randn(8, awkward.WIDTH)),
+    "custom functions": lambda: (awkward.CustomFunctions(), torch.randn(4, 8)),
+    "backward hooks": lambda: (awkward.hooked(), torch.randn(4, 8, requires_grad=True)),
     "input gradient": lambda: (awkward.Transformerlike(), torch.randn(4, 6, 8, requires_grad=True)),
 }
 

@@ -252,7 +252,8 @@ class _PastTorch(nn.Module):
         self.first, self.second = awkward.Mlp(), awkward.Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(_Doubled.apply(self.first(x)))
+        apply = super(torch.autograd.Function, _Doubled).apply  # what `Function.apply` calls in the end
+        return self.second(apply(self.first(x)))
 
 
 def test_a_module_whose_glue_cannot_be_repeated_is_not_opened() -> None:

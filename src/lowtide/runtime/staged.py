@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.functions import functions_handed_to
 from lowtide.runtime.interception import UnitSite
 from lowtide.runtime.split import Split
 from lowtide.runtime.tape import Ledger, Tape
@@ -157,7 +158,7 @@ class StagedForward:
             if self._mode is None:
                 result = plain(*args, **kwargs)
             else:
-                with self._mode:
+                with self._mode, functions_handed_to(self._call_function):
                     try:
                         result = plain(*args, **kwargs)
                     finally:
@@ -179,11 +180,9 @@ class StagedForward:
 
     def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a submodule that has units."""
-        if self._inside_unit:
-            return site.plain(*args, **kwargs)
         occurrence = self._counts.get(site.path, 0)
-        self._counts[site.path] = occurrence + 1
-        position = site.positions.get(occurrence)
+        self._counts[site.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
+        position = None if self._inside_unit else site.positions.get(occurrence)
         if position is None:
             return site.plain(*args, **kwargs)
         self._check_order(site, occurrence, position)
@@ -200,6 +199,17 @@ class StagedForward:
             if self.tracking:
                 self._resume_mode()
         return result
+
+    def _call_function(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One custom autograd function; between units it is one call of the stage."""
+        between = self.tracking and any(mode is self._mode for mode in _get_current_function_mode_stack())
+        if not between:  # inside a unit, or inside a function of torch that is followed as a whole
+            return call(*args, **kwargs)
+        self._suspend_mode()
+        try:
+            return self.invoke(name, call, args, kwargs)
+        finally:
+            self._resume_mode()
 
     def _check_order(self, site: UnitSite, occurrence: int, position: int) -> None:
         if position != self._next:
