@@ -4,7 +4,7 @@
     python -m benchmarks.runtime --tiny                           # a minute anywhere, to see that it works
 
 For each network: plain training, the same through lowtide with everything stored (what the executor itself costs), then
-several budgets, by recomputation alone and (where there is a link) with offloading; predicted against measured.
+several budgets, by recomputation alone (`rotor`) and with offloading (`pofo`); predicted against measured.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
     bandwidth = measured_bandwidth(device)
     ways = [("store-all", None, "store-all", 0)]
     ways += [(f"recompute at {share:.0%}", share, "rotor", 0) for share in network.budgets]
-    ways += [(f"with offloading at {share:.0%}", share, "auto", bandwidth) for share in network.budgets]
+    ways += [(f"with offloading at {share:.0%}", share, "pofo", bandwidth) for share in network.budgets]
     for way, share, strategy, rate in ways:
         budget = 2**50 if share is None or plain_peak is None else int(plain_peak * share)
 
