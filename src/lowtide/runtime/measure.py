@@ -13,7 +13,7 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 the model's result, which the caller holds while stages before the last one run again |
 | `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of output, input and weights;
 and the model's result, as above |
-| `base_bytes` | all else: the batch, buffers, workspaces, held tensors and their gradients, what others have there |
+| `base_bytes` | all else: the batch, buffers, workspaces, held tensors, what others have there |
 """
 
 from __future__ import annotations

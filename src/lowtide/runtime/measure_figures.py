@@ -88,7 +88,7 @@ def measured_stages(
     *,
     allow_rounding: bool = False,
 ) -> tuple[list[StageFigures], int]:
-    """The figures of each stage, and the bytes held on top of the chain: tensors and their gradients."""
+    """The figures of each stage, and the bytes of the tensors that are held on top of the chain."""
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
@@ -107,7 +107,7 @@ def measured_stages(
             of_kind[stage.kind] = figure
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
-    return figures, _held_bytes(staged, figures)
+    return _with_held_gradients(staged, figures), _total(storages_of(list(staged.held.values())).values())
 
 
 def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:
@@ -371,14 +371,29 @@ def _total(storages: Any) -> int:
     return sum(storage.nbytes() for storage in storages)
 
 
-def _held_bytes(staged: StagedModel, figures: Sequence[StageFigures]) -> int:
-    """Held tensors, and the most that their gradients take at once; a gradient lives from last reader to maker."""
-    total = _total(storages_of(list(staged.held.values())).values())
+def _with_held_gradients(staged: StagedModel, figures: Sequence[StageFigures]) -> list[StageFigures]:
+    """The figures with the gradients of held tensors; each lives from its last reader's backward to its maker's.
+
+    A stage that runs forward again finds those of the stage whose backward comes next, itself or a later one.
+    """
     last_reader: dict[tuple[int, int], int] = {}
     for k, figure in enumerate(figures, start=1):
         last_reader.update(dict.fromkeys(figure.held, k))
-    most = 0
-    for k in range(1, staged.num_stages + 1):
-        present = [staged.held[origin] for origin, last in last_reader.items() if origin[0] <= k <= last]
-        most = max(most, _num_bytes(present))
-    return total + most
+    found: list[StageFigures] = []
+    most_bytes = 0
+    for k in range(staged.num_stages, 0, -1):
+        there = [staged.held[origin] for origin, last in last_reader.items() if origin[0] <= k <= last]
+        most_bytes = max(most_bytes, _num_bytes(there))
+        found.append(_with_more(figures[k - 1], most_bytes, _num_bytes(there)))
+    return found[::-1]
+
+
+def _with_more(figure: StageFigures, forward_bytes: int, backward_bytes: int) -> StageFigures:
+    """A stage, and its variants, that take more in forward and in backward."""
+    return replace(
+        figure,
+        forward_extra_bytes=figure.forward_extra_bytes + forward_bytes,
+        saving_extra_bytes=figure.saving_extra_bytes + forward_bytes,
+        backward_peak_bytes=figure.backward_peak_bytes + backward_bytes,
+        variants=tuple((name, _with_more(each, forward_bytes, backward_bytes)) for name, each in figure.variants),
+    )
