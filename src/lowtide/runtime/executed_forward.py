@@ -97,6 +97,7 @@ class ExecutedForward(StagedForward):
             run.random = self.machine.drawn(k, state, self._random)
             run.snapshot = snapshot
             self.machine.buffers_of(k).after(snapshot)
+            run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
         run.parameters = self.machine.parameters_of(k)
         run.versions = versions_of(run.parameters)
         for tensor in outputs.values() if k < self.layout.num_stages else ():

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
@@ -54,6 +55,7 @@ class StageRun:
         "parameters",
         "placeholders",
         "random",
+        "registered",
         "requires_grad",
         "snapshot",
         "tape",
@@ -67,6 +69,7 @@ class StageRun:
         self.snapshot: Snapshot | None = None
         self.parameters: list[nn.Parameter] = []
         self.versions: list[int] = []
+        self.registered: list[Entry] = []
         self.requires_grad = False
         self.fingerprints: Fingerprints | None = None
 
@@ -301,6 +304,7 @@ class Step:
             pack = _copying(pack, rewritten)
         with (
             _MarkedAsRecomputing(),
+            registered_again(run.registered),
             self.machine.variants.running(k),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
