@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from lowtide.errors import UnitError
@@ -9,6 +10,7 @@ from lowtide.units import format_bandwidth, format_bytes, format_seconds, parse_
     [
         (0, 0),
         (1234, 1234),
+        (np.int64(1234), 1234),
         ("1234", 1234),
         ("8GiB", 8 * 2**30),
         ("8GB", 8 * 10**9),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from lowtide.errors import UnitError
 
@@ -48,10 +49,10 @@ def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:
     refusal = UnitError(f"{value!r} is not a {what}; write it like {examples}")
     if isinstance(value, bool):
         raise refusal
-    if isinstance(value, int):
+    if isinstance(value, Integral):  # numpy's whole numbers, too
         if value < 0:
             raise refusal
-        return value
+        return int(value)
     if not isinstance(value, str):
         raise refusal
     text = value.strip()

@@ -210,6 +210,76 @@ def test_copies_that_turn_out_slow_are_not_used(monkeypatch):
         assert "nothing is offloaded" in str(plan)
 
 
+class Taking(nn.Module):
+    """Takes its target out of the batch, multiplies by a sparse matrix, and by a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = deep(2), deep(2), nn.BatchNorm1d(32).eval()
+        self.scale = torch.ones(32, requires_grad=True)
+
+    def forward(self, batch, *, graph):
+        target = batch.pop("target")
+        hidden = torch.sparse.mm(graph, self.first(batch["x"])) * self.scale
+        return (self.second(self.norm(hidden)) - target).square().mean()
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_batches_that_are_taken_apart_and_tensors_of_other_kinds(layout):
+    x, target = batches((64, 32), 2)
+    graph = torch.eye(64).to_sparse(layout=layout)
+
+    def step(model: Taking) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model({"x": x, "target": target}, graph=graph).backward()
+        return [model.scale.grad, *(p.grad for p in model.parameters())]
+
+    model = Taking()
+    sample = lowtide.runtime.sample.Sample(({"x": x, "target": target},), {"graph": graph})
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, sample, memory_budget=1, **RECOMPUTE)
+    with lowtide.fit(model, sample, memory_budget=int(caught.value.minimum_bytes * 1.02), **RECOMPUTE) as plan:
+        assert model.scale.grad is None
+        assert not model.norm.training
+        got = step(model)
+        assert plan.stats().recomputed_per_step > 0
+    for one, other in zip(got, step(Taking()), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_sparse_buffer():
+    def make() -> nn.Module:
+        model = deep(3)
+        model[1].register_buffer("graph", torch.eye(4).to_sparse())
+        return model
+
+    model, x = make(), batches((64, 32), 1)[0]
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1, **RECOMPUTE)
+    with lowtide.fit(model, x, memory_budget=int(caught.value.minimum_bytes * 1.02), **RECOMPUTE) as plan:
+        model(x).sum().backward()
+        assert plan.stats().recomputed_per_step > 0
+
+
+def test_copies_that_take_more_than_predicted_do_not_make_a_budget_too_small(monkeypatch):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, bandwidth=0)
+    tried = planning._tried
+
+    def more_with_copies(model, sample, planned, settings, **options):
+        rehearsal = tried(model, sample, planned, settings, **options)
+        moves = any(isinstance(operation, lowtide.Offload) for operation in planned.solution.schedule.operations)
+        return dataclasses.replace(rehearsal, peak_bytes=rehearsal.peak_bytes * (2 if moves else 1))
+
+    monkeypatch.setattr(planning, "_tried", more_with_copies)
+    budget = int(caught.value.minimum_bytes * 1.02)
+    with lowtide.fit(model, x, memory_budget=budget, bandwidth="1TB/s") as plan:
+        assert not any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)
+        assert plan.stats().measured_peak_bytes <= budget
+
+
 # Files
 
 

@@ -331,6 +331,34 @@ def test_an_output_dropped_without_backward_frees_everything(schedule):
         handle.remove()
 
 
+# Other parameters
+
+
+@every_schedule
+def test_parameters_that_stand_in_for_a_call(schedule):
+    others = {
+        name: (p.detach() * 0.9 + 0.01).requires_grad_() for name, p in models.stages_of_every_kind().named_parameters()
+    }
+
+    def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        output = torch.func.functional_call(model, others, (batches(SHAPE, 1)[0],))
+        return list(torch.autograd.grad(output.square().sum(), list(others.values())))
+
+    expected = gradients_of(models.stages_of_every_kind())
+    model, _ = attached(schedule)
+    registered = list(model.parameters())
+    got = gradients_of(model)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), registered, strict=True))
+
+
+def test_a_transform_of_torch_func_is_refused():
+    model, _ = attached(recomputing())
+    with pytest.raises(ExecutionError, match=r"torch\.func"):
+        torch.func.grad(lambda x: model(x).sum())(batches(SHAPE, 1)[0])
+
+
 # Hooks
 
 

@@ -118,7 +118,7 @@ class StageBuffers:
         if tensor._version != version or (self._known is not None and index in self._known):
             return True
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
-        return self._known is None and copy is not None and not torch.equal(copy, tensor)
+        return self._known is None and copy is not None and not _equal(copy, tensor)
 
     def protected(self, snapshot: Snapshot | None) -> AbstractContextManager[None]:
         """Run the block with the changed buffers as they were, and leave them as they are.
@@ -207,6 +207,11 @@ def _restored(place: _Place, earlier: torch.Tensor | None) -> Iterator[None]:
             yield
         finally:
             _write(tensor, now)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two buffers hold the same; sparse ones cannot be compared, and count as unchanged."""
+    return one.layout is not torch.strided or other.layout is not torch.strided or torch.equal(one, other)
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -101,7 +101,8 @@ def _refuse_what_cannot_work(observation: Observation) -> None:
         )
     if not observation.trains:
         raise CaptureError(
-            "no gradient flows from the model's output; is anything of it to be trained (requires_grad)?"
+            "no gradient flows from the model's output, or from what loss= makes of it; is anything of it to be "
+            "trained (requires_grad), and is this outside of inference_mode?"
         )
 
 

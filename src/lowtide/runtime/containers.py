@@ -93,6 +93,8 @@ class _Record:
 def template(value: Any, encode: Encode) -> Any:
     """Take a value apart: each tensor in it becomes what `encode` makes of it."""
     kind = type(value)
+    if kind is torch.Tensor:  # nearly always, and asked first: this runs for every argument of every recorded call
+        return encode(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -137,6 +139,8 @@ def parts(form: Any, kind: type) -> Iterator[Any]:
 def tensors_of(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """All tensors in a result, in an order that depends on its structure alone."""
     if found is None:
+        if type(value) is torch.Tensor:
+            return [value]
         found = []
     if isinstance(value, torch.Tensor):
         found.append(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
@@ -16,9 +16,10 @@ from lowtide.runtime.executor import Step
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Sink
+from lowtide.runtime.saved import Pack, Sink, Unpack
 from lowtide.runtime.staged import StagedForward
 from lowtide.runtime.strict import Fingerprints, noting
+from lowtide.runtime.tape import versions_of
 from lowtide.runtime.values import Activation, Sorter
 
 
@@ -29,7 +30,7 @@ class ExecutedForward(StagedForward):
         super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
         self.machine = machine
         self.step = step
-        self._hooks: saved_tensors_hooks | None = None
+        self._hooks: tuple[Pack, Unpack] | None = None
         self._sorter: Sorter | None = None
         self._before: tuple[State, Snapshot | None] | None = None
         self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
@@ -72,6 +73,7 @@ class ExecutedForward(StagedForward):
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints)
             self._hooks = run.placeholders.first_run(step, sink)
+            self._begin_call = run.placeholders.begin_call
         self._before = None
         if self.tape is not None:
             everything = machine.probes_all_generators(k)
@@ -95,7 +97,9 @@ class ExecutedForward(StagedForward):
             run.random = self.machine.drawn(k, state, self._random)
             run.snapshot = snapshot
             self.machine.buffers_of(k).after(snapshot)
-        run.parameters = [(parameter, parameter._version) for parameter in self.machine.parameters_of(k)]
+            run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
+        run.parameters = self.machine.parameters_of(k)
+        run.versions = versions_of(run.parameters)
         for tensor in outputs.values() if k < self.layout.num_stages else ():
             node = tensor.grad_fn  # each look makes a new object
             if node is not None:
@@ -115,6 +119,10 @@ class ExecutedForward(StagedForward):
         """Run one call of the current stage under its hooks."""
         if self._hooks is None:
             return super().invoke(name, call, args, kwargs, module)
-        self.step.runs[self.stage].placeholders.begin_call(name)
-        with self._hooks:
+        self._begin_call(name)
+        # What `saved_tensors_hooks` does, without two calls of Python for each call of the model.
+        _push_saved_tensors_default_hooks(*self._hooks)
+        try:
             return super().invoke(name, call, args, kwargs, module)
+        finally:
+            _pop_saved_tensors_default_hooks()

@@ -18,13 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
 from lowtide.runtime.saved import Pack, Placeholders, Sink, discard, never_opened
 from lowtide.runtime.strict import Fingerprints
 from lowtide.runtime.surroundings import Kernels
-from lowtide.runtime.tape import Tape
+from lowtide.runtime.tape import Tape, versions_of
 from lowtide.runtime.values import Activation, Saved, Sorter
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
 
@@ -49,14 +50,26 @@ def is_recomputing() -> bool:
 class StageRun:
     """What a step knows of one stage's first run."""
 
-    __slots__ = ("fingerprints", "parameters", "placeholders", "random", "requires_grad", "snapshot", "tape")
+    __slots__ = (
+        "fingerprints",
+        "parameters",
+        "placeholders",
+        "random",
+        "registered",
+        "requires_grad",
+        "snapshot",
+        "tape",
+        "versions",
+    )
 
     def __init__(self, stage: int, name: str) -> None:
         self.placeholders = Placeholders(stage, name)
         self.tape: Tape | None = None
         self.random: State | None = None
         self.snapshot: Snapshot | None = None
-        self.parameters: list[tuple[nn.Parameter, int]] = []
+        self.parameters: list[nn.Parameter] = []
+        self.versions: list[int] = []
+        self.registered: list[Entry] = []
         self.requires_grad = False
         self.fingerprints: Fingerprints | None = None
 
@@ -291,6 +304,7 @@ class Step:
             pack = _copying(pack, rewritten)
         with (
             _MarkedAsRecomputing(),
+            registered_again(run.registered),
             self.machine.variants.running(k),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
@@ -301,7 +315,10 @@ class Step:
             return run.tape.run(inputs)
 
     def _check_parameters(self, k: int) -> None:
-        for parameter, version in self.runs[k].parameters:
+        run = self.runs[k]
+        if versions_of(run.parameters) == run.versions:
+            return
+        for parameter, version in zip(run.parameters, run.versions, strict=True):
             if parameter._version != version and (parameter.requires_grad or k in self.program.taped):
                 raise ExecutionError(
                     f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "

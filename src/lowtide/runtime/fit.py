@@ -173,7 +173,8 @@ class _Fitting:
         """Plan for one signature of calls."""
         self._undo()
         with preserved(self._model):
-            self._model.train()
+            if not self._model.training:
+                self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
             planned, compiled = plan_for(self._model, _apart(sample), self.settings)
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away

@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import StageBuffers
 from lowtide.runtime.cargo import Tier
+from lowtide.runtime.exchange import Table
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
@@ -69,6 +70,7 @@ class Machine:
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._places: dict[int, list[tuple[Table, str]]] = {}
         self._buffers: dict[int, StageBuffers] = {}
         self._storages: dict[int, set[int]] = {}
         self.refresh()
@@ -85,6 +87,7 @@ class Machine:
         for k, modules in self._modules.items():
             unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
             self._parameters[k] = list(unique.values())
+            self._places[k] = [(module._parameters, name) for _, module in modules for name in module._parameters]
             compiled = any(is_compiled(module) for _, module in modules)
             self._buffers[k] = StageBuffers(modules, swap=not compiled)
 
@@ -106,6 +109,10 @@ class Machine:
     def parameters_of(self, k: int) -> list[nn.Parameter]:
         """The parameters of stage k."""
         return self._parameters[k]
+
+    def places_of(self, k: int) -> list[tuple[Table, str]]:
+        """Where the parameters of stage k are registered: each table with a name in it."""
+        return self._places[k]
 
     def buffers_of(self, k: int) -> StageBuffers:
         """The buffers that stage k may change."""

@@ -216,7 +216,7 @@ class _CpuAccount(TorchDispatchMode):
 def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Wrappers around other tensors, and tensors of a tracer: what they stand for is counted by itself."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return False
+        return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of torch.func's transforms
     fake = torch._subclasses.FakeTensor
     return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, fake) or torch._is_functional_tensor(tensor)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import PlanError
+from lowtide.errors import ExecutionError, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
@@ -261,6 +261,11 @@ class Plan:
         applies = self._attached and self.model.training and torch.is_grad_enabled()
         if not applies or self._part.execution.is_busy or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise ExecutionError(
+                "the model is called inside a transform of torch.func (grad, vmap, ...), where no saved tensor can be "
+                "let go; detach the plan for such calls (plan.detach())"
+            )
         if self._watch is not None:
             self._watch(self, self._part.execution.machine.counters.num_steps)
         self._choose_part(args, kwargs)

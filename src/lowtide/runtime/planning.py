@@ -27,6 +27,7 @@ from lowtide.runtime.split import Split
 from lowtide.schedule import Offload, Schedule
 from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
+from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, format_seconds
 
 # A prediction that is off by more than this is corrected; it is what the documentation promises.
@@ -127,8 +128,23 @@ def measured_for(
 
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
-    """The fastest schedule that a trial step has shown to stay within the budget."""
+    """The fastest schedule that a trial step has shown to stay within the budget.
+
+    A schedule that copies may be predicted to be the leanest and take more than recomputation alone when it is tried.
+    """
     _check_optimizer_step(model, chain, settings)
+    try:
+        return _rehearsed_as_asked(model, sample, split, chain, settings)
+    except InfeasibleBudgetError as error:
+        if settings.strategy != AUTO or not settings.bandwidth:
+            raise
+        try:
+            return _rehearsed_as_asked(model, sample, split, chain, dataclasses.replace(settings, bandwidth=0))
+        except InfeasibleBudgetError as alone:
+            raise min(error, alone, key=lambda refusal: refusal.minimum_bytes) from None
+
+
+def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
     best: Planned | None = None
     notes: list[str] = list(chain.provenance.get("notes", ()))
     unknown_bytes = _unknown_loss_bytes(chain, settings)
@@ -185,7 +201,7 @@ def _no_slower_than_recomputing(
     What copies cost besides the link, above all the time to launch them, is in no chain.
     """
     moves = any(isinstance(operation, Offload) for operation in best.solution.schedule.operations)
-    if settings.strategy != "auto" or not moves:
+    if settings.strategy != AUTO or not moves:
         return best
     try:
         solution = solution_for(best.chain, dataclasses.replace(settings, bandwidth=0))

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
+from lowtide.runtime.measure_stages import leaves_behind
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
@@ -100,7 +101,12 @@ def _run(model: nn.Module, step: Step) -> None:
     if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
         target = target["loss"]
     starts = [t for t in tensors_of(target) if t.requires_grad]
+    gradients = [
+        (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
+    ]
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+    for leaf, gradient in gradients:  # tensors of the user's that nobody registered
+        leaf.grad = gradient
 
 
 def _set_gradients(model: nn.Module, *, resident: bool) -> None:

@@ -38,7 +38,8 @@ class Form:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
         """The form of a tensor."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class RecordedStage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import string_at
 from typing import Any
 
 import numpy
@@ -44,7 +45,7 @@ class Generators:
 
     def drawn_between(self, before: State, now: State) -> bool:
         """Whether any of them was used between a state and now."""
-        if not all(map(torch.equal, now.words, before.words)):
+        if now.contents != before.contents:
             return True
         return before.others is not None and self.others_drawn_since(before)
 
@@ -83,10 +84,10 @@ class Generators:
 class State:
     """The states of all generators at one moment."""
 
-    __slots__ = ("of_torch", "others", "words")
+    __slots__ = ("contents", "of_torch", "others")
 
     def __init__(self, of_torch: list[torch.Tensor], others: tuple[Any, Any] | None) -> None:
         self.of_torch = of_torch
-        # The same bytes eight at a time, where they can be had so: comparing them takes a quarter of the time.
-        self.words = [state if state.numel() % 8 else state.view(torch.int64) for state in of_torch]
+        # States are compared after every stage; as bytes that takes a twentieth of the time of `torch.equal`.
+        self.contents = [string_at(state.data_ptr(), state.nbytes) for state in of_torch]
         self.others = others

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import CaptureError, shown
+from lowtide.runtime.containers import Held, build, template
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,9 @@ class Sample:
         return Sample(self.args, {**keywords, **self.kwargs})
 
     def call(self, model: torch.nn.Module) -> Any:
-        """Call the model."""
-        return model(*self.args, **self.kwargs)
+        """Call the model, with containers of its own each time: some models take out of them what they are given."""
+        args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
+        return model(*args, **kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors in it."""

@@ -10,12 +10,11 @@ Hooks switch off autograd's own check for in-place changes, so a filled placehol
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.tape import version_of
@@ -34,7 +33,7 @@ class Opener(Protocol):
 class Placeholder:
     """One saved tensor, there or not; made by packing hooks by the thousand, so it is as small as can be."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("tensor", "version")
 
     tensor: torch.Tensor | None
     version: int
@@ -52,59 +51,59 @@ class Placeholder:
 
 
 Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
 Sink = Callable[[torch.Tensor], None]
 """What is done with each tensor that a run saves, in order."""
 
 
-class Placeholders:
-    """The placeholders of one stage in one step, in the order in which its tensors were saved; not kept alive."""
+# Shape and dtype of a tensor in one call, since hooks ask for every tensor that is saved.
+_form = attrgetter("shape", "dtype")
 
-    __slots__ = ("_calls", "_dtypes", "_made", "_shapes", "name", "stage")
+
+class Placeholders:
+    """The placeholders of one stage in one step, in the order in which its tensors were saved.
+
+    They are held here until they are filled; from then on by autograd's graph alone, which lets each go as soon as
+    backward has used it.
+    """
+
+    __slots__ = ("_calls", "_forms", "_made", "name", "stage")
 
     def __init__(self, stage: int, name: str) -> None:
         self.stage = stage
         self.name = name
-        self._made: list[weakref.ref[Placeholder]] = []
-        self._shapes: list[torch.Size] = []
-        self._dtypes: list[torch.dtype] = []
+        self._made: list[Placeholder] = []
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._calls: list[tuple[int, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def alive(self, index: int) -> Placeholder | None:
-        """The placeholder at a position, where autograd still wants it."""
-        return self._made[index]()
 
     def begin_call(self, name: str) -> None:
         """What the first forward saves from here on is saved by this submodule, or function between submodules."""
-        self._calls.append((len(self._made), name))
+        self._calls.append((len(self._forms), name))
 
-    def first_run(self, opener: Opener, sink: Sink | None) -> saved_tensors_hooks:
+    def first_run(self, opener: Opener, sink: Sink | None) -> tuple[Pack, Unpack]:
         """The hooks of the stage's first forward."""
         # Bound once: these run for every tensor that is saved, between one kernel and the next.
-        note, note_shape, note_dtype = self._made.append, self._shapes.append, self._dtypes.append
-        make, reference = Placeholder, weakref.ref
+        note, note_form, form, make = self._made.append, self._forms.append, _form, Placeholder
 
         def pack(tensor: torch.Tensor) -> Placeholder:
             placeholder = make()
             placeholder.tensor = None
-            note(reference(placeholder))
-            note_shape(tensor.shape)
-            note_dtype(tensor.dtype)
+            note(placeholder)
+            note_form(form(tensor))
             if sink is not None:
                 sink(tensor)
             return placeholder
 
-        return saved_tensors_hooks(pack, self._unpacking(opener))
+        return pack, self._unpacking(opener)
 
-    def _unpacking(self, opener: Opener) -> Callable[[Placeholder], torch.Tensor]:
+    def _unpacking(self, opener: Opener) -> Unpack:
         stage = self.stage
 
         def unpack(placeholder: Placeholder) -> torch.Tensor:
-            if placeholder.tensor is None:
-                opener.reach(stage)
             tensor = placeholder.tensor
+            if tensor is None:
+                opener.reach(stage)
+                tensor = placeholder.tensor
             if tensor is None:
                 raise ExecutionError(
                     f"backward asks for what stage {self.name!r} saved after it was let go; to go through a part of "
@@ -126,30 +125,40 @@ class Placeholders:
         Raises:
             ExecutionError: where shapes, dtypes or the number of tensors differ.
         """
-        pairs = zip(tensors, self._shapes, self._dtypes, strict=False)
-        for index, (tensor, shape, dtype) in enumerate(pairs):
+        if list(map(_form, tensors)) == self._forms:
+            return
+        pairs = zip(tensors, self._forms, strict=False)
+        for index, (tensor, (shape, dtype)) in enumerate(pairs):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ExecutionError(
                     f"{self._place(index)} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
                     f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
                 )
-        if len(tensors) != len(self._made):
-            raise ExecutionError(
-                f"stage {self.name!r} saved {len(self._made)} tensors the first time and {len(tensors)} when it ran "
-                f"again; {_ADVICE}"
-            )
+        raise ExecutionError(
+            f"stage {self.name!r} saved {len(self._forms)} tensors the first time and {len(tensors)} when it ran "
+            f"again; {_ADVICE}"
+        )
 
     def _place(self, index: int) -> str:
         """Who saved the tensor at a position, in words."""
         name = next((name for start, name in reversed(self._calls) if start <= index), "")
         return f"stage {self.name!r}" if name in ("", self.name) else f"stage {self.name!r}, in {name!r},"
 
+    def take(self) -> list[Placeholder]:
+        """All of them, for whoever fills them now; none where they are filled already.
+
+        Some may be wanted by nobody any more: what they are filled with goes with the list.
+        """
+        taken = self._made.copy()
+        self._made.clear()  # not a new list: the packing hook, which the graph holds, has this one
+        return taken
+
     def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
-        """Give each placeholder that is still wanted its tensor."""
-        for reference, tensor, version in zip(self._made, tensors, versions, strict=True):
-            placeholder = reference()
-            if placeholder is not None:
-                placeholder.fill(tensor, version)
+        """Give each placeholder its tensor; those that an earlier repeated run filled keep what they have."""
+        # The same as `Placeholder.fill`, without a call for each.
+        for placeholder, tensor, version in zip(self.take(), tensors, versions, strict=False):
+            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            placeholder.version = version
 
 
 class RepeatedRun:

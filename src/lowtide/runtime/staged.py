@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.containers import tensors_of
@@ -185,7 +185,9 @@ class StagedForward:
         position = None if self._inside_unit else site.positions.get(occurrence)
         if position is None:
             return site.plain(*args, **kwargs)
-        self._check_order(site, occurrence, position)
+        if position != self._next:
+            raise self._out_of_order(site, occurrence)
+        self._next += 1
         self._inside_unit = True
         self._suspend_mode()  # for what is done between stages, too
         try:
@@ -211,16 +213,14 @@ class StagedForward:
         finally:
             self._resume_mode()
 
-    def _check_order(self, site: UnitSite, occurrence: int, position: int) -> None:
-        if position != self._next:
-            expected = "nothing more"
-            if self._next < len(self.layout.units):
-                expected = "{!r} (call {})".format(*self.layout.units[self._next])
-            raise ExecutionError(
-                f"the model called {site.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
-                f"another way than when it was captured; {_ADVICE}"
-            )
-        self._next += 1
+    def _out_of_order(self, site: UnitSite, occurrence: int) -> ExecutionError:
+        expected = "nothing more"
+        if self._next < len(self.layout.units):
+            expected = "{!r} (call {})".format(*self.layout.units[self._next])
+        return ExecutionError(
+            f"the model called {site.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
+            f"another way than when it was captured; {_ADVICE}"
+        )
 
     def _cross(self) -> None:
         self.end_stage(self.stage, self.ledger.alive(self.stage))
@@ -233,21 +233,23 @@ class StagedForward:
         if self._mode is None or self._depth is not None:
             return
         above = []
-        while (top := _pop_mode()) is not self._mode:
+        while (top := _pop_torch_function_stack()) is not self._mode:
             above.append(top)
         self._depth = _len_torch_function_stack()
-        for mode in reversed(above):
-            _push_mode(mode)
+        while above:
+            _push_on_torch_function_stack(above.pop())
 
     def _resume_mode(self) -> None:
         """Put it back where it stood, below whatever the user's code has put on the stack since."""
         if self._mode is None or self._depth is None:
             return
-        above = [_pop_mode() for _ in range(_len_torch_function_stack() - self._depth)]
+        above = []
+        while _len_torch_function_stack() > self._depth:
+            above.append(_pop_torch_function_stack())
         self._depth = None
-        _push_mode(self._mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+        _push_on_torch_function_stack(self._mode)
+        while above:
+            _push_on_torch_function_stack(above.pop())
 
 
 _ADVICE = "detach the plan and fit again, or merge the stages whose order varies"

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-_NO_AUTOCAST: tuple[torch.dtype | None, ...] = (None,) * len(_DEVICE_TYPES)
 
 
 class Surroundings(NamedTuple):
@@ -27,26 +26,31 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls) -> Surroundings:
         """As they are for this thread."""
-        autocast = _NO_AUTOCAST
-        if torch._C._is_any_autocast_enabled():
-            autocast = tuple(
-                torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-                for device_type in _DEVICE_TYPES
-            )
+        if not torch._C._is_any_autocast_enabled():
+            return _WITHOUT_AUTOCAST[torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
+        autocast = tuple(
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+            for device_type in _DEVICE_TYPES
+        )
         return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
 
-    def applied(self) -> AbstractContextManager[None]:
-        """Run the block in these surroundings; they are seldom others than now."""
-        return nullcontext() if self == Surroundings.now() else self._applied()
-
     @contextmanager
-    def _applied(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
+        """Run the block in these surroundings; they are seldom others than now, so look first."""
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for device_type, dtype in zip(_DEVICE_TYPES, self.autocast, strict=True):
                 enabled = dtype is not None
                 stack.enter_context(torch.autocast(device_type, dtype, enabled, self.autocast_cache))
             yield
+
+
+# Made once: they are asked for at every recorded call.
+_WITHOUT_AUTOCAST = {
+    (grad_enabled, cache): Surroundings(grad_enabled, (None,) * len(_DEVICE_TYPES), cache)
+    for grad_enabled in (False, True)
+    for cache in (False, True)
+}
 
 
 class Kernels(NamedTuple):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,17 +31,17 @@ class Ledger:
     __slots__ = ("_entries", "_made")
 
     def __init__(self) -> None:
-        # id -> (the tensor, the stage that made it, its number among the tensors of that stage)
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
+        # id -> (the tensor, (the stage that made it, its number among the tensors of that stage))
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
         self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def add(self, tensor: torch.Tensor, stage: int) -> int:
         """Note that a stage made a tensor; returns its number among those of the stage."""
         made = self._made.setdefault(stage, [])
-        reference = weakref.ref(tensor)
-        self._entries[id(tensor)] = (reference, stage, len(made))
+        reference, number = weakref.ref(tensor), len(made)
+        self._entries[id(tensor)] = (reference, (stage, number))
         made.append(reference)
-        return len(made) - 1
+        return number
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The stage and number of a tensor; None where no stage made it.
@@ -49,32 +51,42 @@ class Ledger:
         entry = self._entries.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
             return None
-        return entry[1], entry[2]
+        return entry[1]
 
     def alive(self, stage: int) -> dict[int, torch.Tensor]:
         """The tensors of a stage that somebody still holds, by number; one that has several has the last."""
         found: dict[int, torch.Tensor] = {}
         for number, reference in enumerate(self._made.get(stage, ())):
             tensor = reference()
-            if tensor is not None and self._entries[id(tensor)][1:] == (stage, number):
+            if tensor is not None and self._entries[id(tensor)][1] == (stage, number):
                 found[number] = tensor
         return found
 
 
 class Call:
-    """One call on a tape."""
+    """One call on a tape: templates of its arguments, the slots of the tensors it returned, and what was around it."""
 
     __slots__ = ("args", "call", "dead", "kwargs", "module", "name", "results", "surroundings", "training")
 
-    def __init__(self, name: str, call: Callable[..., Any], module: torch.nn.Module | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        results: list[int],
+        module: torch.nn.Module | None,
+        training: bool,
+        surroundings: Surroundings,
+    ) -> None:
         self.name = name
         self.call = call
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
         self.module = module
-        self.training = module is not None and module.training
-        self.surroundings = Surroundings.now()
-        self.args: Any = ()
-        self.kwargs: Any = {}
-        self.results: list[int] = []
+        self.training = training
+        self.surroundings = surroundings
         self.dead: list[int] = []
 
 
@@ -122,26 +134,31 @@ class Tape:
         module: torch.nn.Module | None = None,
     ) -> Any:
         """Run a call and put it on the tape."""
-        entry = Call(name, call, module)
+        training = module is not None and module.training
+        surroundings = Surroundings.now()
         read: list[tuple[torch.Tensor, int]] = []
-
-        def encode(tensor: torch.Tensor) -> Slot | Held:
-            read.append((tensor, version_of(tensor)))
-            return self._encode(tensor)
-
-        entry.args, entry.kwargs = template(args, encode), template(kwargs, encode)
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # most modules; without the detour over `template`
+            forms = [self._encode(read, args[0])]
+        else:
+            forms = [template(value, partial(self._encode, read)) for value in args]
+        keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
         result = call(*args, **kwargs)
-        changed = [tensor for tensor, version in read if version_of(tensor) != version]
-        for tensor in changed:
-            self._note_change(tensor, name)
-        entry.results = [self._add(tensor, read) for tensor in tensors_of(result)]
+        changes = False
+        for tensor, version in read:
+            if version_of(tensor) != version:
+                changes = True
+                self._note_change(tensor, name)
+        results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
-        if entry.results or changed or name == "__set__":
+        if results or changes or name == "__set__":
+            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings)
             self.calls.append(entry)
         return result
 
-    def _encode(self, tensor: torch.Tensor) -> Slot | Held:
+    def _encode(self, read: list[tuple[torch.Tensor, int]], tensor: torch.Tensor) -> Slot | Held:
+        """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
         assert self._ledger is not None
+        read.append((tensor, version_of(tensor)))
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
@@ -161,8 +178,9 @@ class Tape:
 
     def _add(self, tensor: torch.Tensor, read: Iterable[tuple[torch.Tensor, int]]) -> int:
         assert self._ledger is not None
-        if self._ledger.find(tensor) is None and any(tensor is other for other, _ in read):
-            return _NOWHERE  # a parameter or a mask, handed through
+        for other, _ in read:
+            if other is tensor and self._ledger.find(tensor) is None:
+                return _NOWHERE  # a parameter or a mask, handed through
         slot = self._made[self._ledger.add(tensor, self.stage)] = self._new_slot()
         return slot
 
@@ -200,8 +218,8 @@ class Tape:
         last: dict[int, int] = {}
         for index, entry in enumerate(self.calls):
             entry.dead = []
-            for slot in (*parts(entry.args, Slot), *parts(entry.kwargs, Slot)):
-                last[slot.index] = index
+            for form in (*entry.args, *entry.kwargs.values()):
+                last.update((slot.index, index) for slot in parts(form, Slot))
             last.update((result, index) for result in entry.results if result not in last)
         for slot_index, index in last.items():
             if slot_index not in self._outputs and slot_index != _NOWHERE:
@@ -254,8 +272,13 @@ class Tape:
                 f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "
                 "and backward; switch after the backward pass"
             )
-        with entry.surroundings.applied():
-            result = entry.call(*build(entry.args, values), **build(entry.kwargs, values))
+        args = [build(form, values) for form in entry.args]
+        kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
+        if entry.surroundings == Surroundings.now():
+            result = entry.call(*args, **kwargs)
+        else:
+            with entry.surroundings.applied():
+                result = entry.call(*args, **kwargs)
         made = tensors_of(result)
         if len(made) != len(entry.results):
             raise ExecutionError(
@@ -282,3 +305,11 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
         return 0
+
+
+_version = attrgetter("_version")
+
+
+def versions_of(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+    """The same of many tensors, none of which is an inference tensor, in one go."""
+    return list(map(_version, parameters))

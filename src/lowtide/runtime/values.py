@@ -155,10 +155,9 @@ class Saved(Activation):
         self.arrive()
         if source is not None:
             source.arrive()
-        for index, item in enumerate(self.items):
-            placeholder = placeholders.alive(index)
-            if placeholder is not None:
-                item.fill(placeholder, source)
+        # An unsorted run has no items: it filled them itself.
+        for item, placeholder in zip(self.items, placeholders.take() if self.items else (), strict=True):
+            item.fill(placeholder, source)
         # Autograd keeps packing hooks, and with them the sorter, as long as any saved tensor of the stage: it must not
         # hold on to all of them until then.
         self.items.clear()
