@@ -4,7 +4,8 @@
 
 On a GPU the time that Python needs to launch a step is hidden as long as it is shorter than the step. Tiny tensors on
 one core show it bare: from the time of a step under a schedule the time of plain training and of the forwards that run
-again is taken away; what is left is divided by the number of stages that ran again.
+again is taken away; what is left is divided by the number of stages that ran again. Under `offload` every stage but
+the last leaves and comes back, and nothing runs again; nothing is copied, so that what is left is the bookkeeping.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,11 +88,14 @@ def bench(name: str, repeats: int) -> None:
     model, batch = NETWORKS[name]()
     split = capture(model, batch)
     chain = measure_split(model, split, batch)
-    models, solutions, plans = {"plain": model}, {}, {}
+    models, plans = {"plain": model}, {}
     for strategy, options in (("store-all", {}), ("segments", {"segments": NUM_SEGMENTS})):
         models[strategy] = copy.deepcopy(model)
-        solutions[strategy] = lowtide.solve(chain, memory_budget="1TiB", strategy=strategy, **options)
-        plans[strategy] = lowtide.attach(models[strategy], solutions[strategy], split=split)
+        solution = lowtide.solve(chain, memory_budget="1TiB", strategy=strategy, **options)
+        plans[strategy] = lowtide.attach(models[strategy], solution, split=split)
+    models["offload"] = copy.deepcopy(model)
+    plans["offload"] = lowtide.attach(models["offload"], offloading(chain.num_stages), split=split)
+    plans["offload"]._part.execution.machine.tier = NoTier()
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in models}
     for _ in range(NUM_WARM + repeats):  # in turn: what others do on the machine meets all ways alike
         for way, one in models.items():
@@ -99,8 +104,8 @@ def bench(name: str, repeats: int) -> None:
     forward, backward = least["plain"]
     print(f"\n{name}, {chain.num_stages} stages: milliseconds of forward and of backward")
     print(f"{'plain':<10} {forward * 1e3:7.2f} {backward * 1e3:7.2f}")
-    for way, solution in solutions.items():
-        again = repeated_share(chain, solution) * forward
+    for way, plan in plans.items():
+        again = repeated_share(chain, plan.schedule) * forward
         extra_forward, extra_backward = least[way][0] - forward, least[way][1] - backward - again
         num = plans[way].stats().recomputed_per_step or chain.num_stages
         what = "repeated stage" if again else "stage"
@@ -112,9 +117,51 @@ def bench(name: str, repeats: int) -> None:
         )
 
 
-def repeated_share(chain: lowtide.Chain, solution: lowtide.Solution) -> float:
+class NoTier:
+    """Takes storages and gives the same ones back: no copies, and gradients are right all the same."""
+
+    smallest_bytes = 1
+
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Kept, Kept]:
+        """Keep them."""
+        kept = Kept(storages)
+        return kept, kept
+
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], Kept]:
+        """Give them back."""
+        return region.storages, region
+
+
+class Kept:
+    """Some storages: a region of `NoTier`, and a copy that has ended."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.storages = list(storages)
+        self.num_bytes = sum(storage.nbytes() for storage in storages)
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+def offloading(num_stages: int) -> lowtide.Schedule:
+    """Every stage but the last is moved away after its forward, and fetched before its backward."""
+    operations: list[lowtide.Operation] = []
+    for k in range(1, num_stages + 1):
+        operations.append(lowtide.Forward(k, "all"))
+        if k > 1:
+            operations.append(lowtide.Release("abar", k - 1))
+        if k < num_stages:
+            operations.append(lowtide.Offload("abar", k))
+    for k in range(num_stages, 0, -1):
+        if k > 1:
+            operations += [lowtide.Prefetch("abar", k - 1), lowtide.Await("abar", k - 1)]
+        operations.append(lowtide.Backward(k))
+    return lowtide.Schedule("offload everything", operations)
+
+
+def repeated_share(chain: lowtide.Chain, schedule: lowtide.Schedule) -> float:
     """The time of the forwards that run again, as a share of one forward of everything."""
-    forwards = [op.stage for op in solution.schedule.operations if isinstance(op, lowtide.Forward)]
+    forwards = [op.stage for op in schedule.operations if isinstance(op, lowtide.Forward)]
     seconds = [chain.stages[k - 1].forward_seconds for k in forwards]
     return sum(seconds) / sum(stage.forward_seconds for stage in chain.stages) - 1
 

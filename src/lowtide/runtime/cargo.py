@@ -57,7 +57,7 @@ class View:
     def __init__(self, box: Box | None, tensor: torch.Tensor) -> None:
         self.box = box
         self.dtype = tensor.dtype
-        self.size = tensor.size()
+        self.size = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
@@ -89,12 +89,12 @@ class Cargo:
         # Memory that a copy is still writing must not be handed to others: let them wait for the copy.
         self.arrive()
 
-    def view(self, tensor: torch.Tensor) -> View:
-        """Take a tensor in."""
-        storage = tensor.untyped_storage()
-        box = self._boxes.get(storage._cdata)
+    def view(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> View:
+        """Take in a tensor and the storage that it is a view of."""
+        address = storage._cdata
+        box = self._boxes.get(address)
         if box is None:
-            box = self._boxes[storage._cdata] = Box(storage)
+            box = self._boxes[address] = Box(storage)
         return View(box, tensor)
 
     def offload(self, tier: Tier) -> int:

@@ -41,6 +41,8 @@ class ExecutedForward(StagedForward):
             result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
+            if self._sorter is not None:
+                self._sorter.clear()
             raise
         finally:
             self.machine.variants.end()
@@ -68,7 +70,7 @@ class ExecutedForward(StagedForward):
         self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
         if mode is not Mode.NATIVE:
-            sink: Sink | None = self._sorter
+            sink: Sink | None = None if self._sorter is None else self._sorter.add
             if machine.strict:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints)

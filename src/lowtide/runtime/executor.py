@@ -22,7 +22,7 @@ from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Pack, Placeholders, Sink, discard, never_opened
+from lowtide.runtime.saved import Pack, Placeholders, discard, never_opened
 from lowtide.runtime.strict import Fingerprints
 from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape, versions_of
@@ -284,14 +284,20 @@ class Step:
         self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
         self.machine.counters.num_recomputed += self.program.sizes[k - 1]
 
-    def _run_for_backward(self, k: int, inputs: Mapping[int, torch.Tensor], sink: Sink | None) -> list[torch.Tensor]:
+    def _run_for_backward(
+        self, k: int, inputs: Mapping[int, torch.Tensor], sorter: Sorter | None
+    ) -> list[torch.Tensor]:
         run = self.runs[k]
-        catch = run.placeholders.repeated_run(sink)
+        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add)
         try:
             outputs = self._run_again(k, inputs, catch.pack)
             catch.finish()
             if run.fingerprints is not None:
                 Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
+        except BaseException:
+            if sorter is not None:
+                sorter.clear()
+            raise
         finally:
             catch.tensors.clear()  # the graph of the run holds the hook, the hook this list, and these the graph
         return outputs

@@ -23,7 +23,7 @@ class Leaf:
         self._version = version_of(tensor)
         self._view: View | None = None
         if cargo is not None and is_movable(tensor):
-            self._view = cargo.view(self._tensor)
+            self._view = cargo.view(tensor, tensor.untyped_storage())
 
     def leave(self) -> None:
         """The cargo has left the device."""
@@ -106,38 +106,35 @@ class _Item:
     """One tensor that a sorted run saved.
 
     Exactly one of these holds: it is a view of the stage's input (`number`), a view of storages that can be moved
-    (`view` alone), or some other's, or too small to be moved (`tensor`).
+    (`view` alone), or some other's, or too small to be moved (`tensor`). `version` is what it was when it was saved, or
+    `_CHANGED`, which is nobody's, for a view that was written to between that and the end of the run.
     """
 
-    __slots__ = ("number", "tensor", "unchanged", "version", "view")
+    __slots__ = ("number", "tensor", "version", "view")
 
-    def __init__(
-        self, tensor: torch.Tensor | None, version: int, unchanged: bool, view: View | None, number: int | None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor | None, version: int, view: View | None, number: int | None) -> None:
         self.tensor = tensor
         self.version = version
-        self.unchanged = unchanged
         self.view = view
         self.number = number
 
     def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
         """Give the placeholder its tensor, on the device."""
-        if self.tensor is not None:
+        if self.view is None:
+            assert self.tensor is not None
             placeholder.fill(self.tensor, self.version)
-        elif self.number is not None:
-            assert source is not None
-            assert self.view is not None
-            _fill_new(placeholder, self.view.on(source.leaves[self.number].storage(source.name)))
+            return
+        if self.number is None:
+            tensor = self.view.tensor()
         else:
-            assert self.view is not None
-            _fill_new(placeholder, self.view.tensor())
-        if not self.unchanged:
-            placeholder.version = -1  # whoever opens it is told
+            assert source is not None
+            tensor = self.view.on(source.leaves[self.number].storage(source.name))
+        placeholder.tensor = tensor
+        # It was put together just now. Where it was changed before, whoever opens it is told.
+        placeholder.version = version_of(tensor) if self.version != _CHANGED else _CHANGED
 
 
-def _fill_new(placeholder: Placeholder, tensor: torch.Tensor) -> None:
-    """Fill it with a tensor that was put together just now."""
-    placeholder.fill(tensor, version_of(tensor))
+_CHANGED = -1
 
 
 class Saved(Activation):
@@ -181,11 +178,14 @@ class Sorter:
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
 
-    def __call__(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor; some operations fill it only later, so nothing is copied here."""
-        # What autograd hands to hooks has no history, as a rule.
-        self._tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+        self._tensors.append(tensor)
         self._versions.append(version_of(tensor))
+
+    def clear(self) -> None:
+        """Let the saved tensors go: the graph of the run holds the hook, the hook this object, and these the graph."""
+        self._tensors.clear()
 
     def finish(self, inputs: Mapping[int, torch.Tensor], fixed: set[int]) -> None:
         """The run has ended.
@@ -197,22 +197,21 @@ class Sorter:
         addresses = {t.untyped_storage()._cdata: number for number, t in inputs.items() if is_movable(t)}
         for tensor, version in zip(self._tensors, self._versions, strict=True):
             self.items.append(self._sorted(tensor, version, addresses, fixed))
-        self._tensors.clear()
+        self.clear()
 
     def _sorted(self, tensor: torch.Tensor, version: int, inputs: Mapping[int, int], fixed: set[int]) -> _Item:
-        unchanged = version_of(tensor) == version
-        if not is_movable(tensor):
-            return _Item(tensor, version, unchanged, None, None)
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in inputs:
-            return _Item(None, version, unchanged, View(None, tensor), inputs[address])
-        # FSDP empties the storages of parameters that it gathers, so they may be small as well.
-        if address in fixed or storage.nbytes() < self._smallest_bytes:
-            return _Item(tensor, version, unchanged, None, None)
-        return _Item(None, version, unchanged, self.cargo.view(tensor), None)
+        if is_movable(tensor):
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            number = inputs.get(address)
+            # FSDP empties the storages of parameters that it gathers, so they may be small as well.
+            if number is not None or not (address in fixed or storage.nbytes() < self._smallest_bytes):
+                view = self.cargo.view(tensor, storage) if number is None else View(None, tensor)
+                return _Item(None, version if version_of(tensor) == version else _CHANGED, view, number)
+        return _Item(tensor.detach() if tensor.requires_grad else tensor, version, None, None)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory that can be copied as bytes and put together again."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    kind = type(tensor)
+    return (kind is torch.Tensor or kind is torch.nn.Parameter) and tensor.layout is torch.strided
