@@ -43,7 +43,7 @@ def test_views_of_one_storage_move_once_and_come_back_as_they_were():
     views = [base, base.T, base[:, 10:20], base[::2, ::3], base[5].expand(4, 30), base.view(-1)[7:100]]
     expected = [view.clone() for view in views]
     cargo = Cargo()
-    kept = [cargo.view(view, view.untyped_storage()) for view in views]
+    kept = [cargo.view(view) for view in views]
     assert cargo.offload(tier) == base.untyped_storage().nbytes()
     cargo.leave()
     base.fill_(float("nan"))
@@ -60,7 +60,7 @@ def test_what_is_too_small_to_be_worth_a_copy_stays():
     tier.smallest_bytes = 1000
     small, large = torch.randn(100), torch.randn(1000)
     cargo = Cargo()
-    kept = [(cargo.view(tensor, tensor.untyped_storage()), tensor.clone()) for tensor in (small, large)]
+    kept = [(cargo.view(tensor), tensor.clone()) for tensor in (small, large)]
     assert cargo.offload(tier) == large.untyped_storage().nbytes()
     cargo.leave()
     large.fill_(float("nan"))

@@ -89,13 +89,17 @@ class Cargo:
         # Memory that a copy is still writing must not be handed to others: let them wait for the copy.
         self.arrive()
 
-    def view(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> View:
-        """Take in a tensor and the storage that it is a view of."""
-        address = storage._cdata
+    def view(self, tensor: torch.Tensor) -> View:
+        """Take a tensor in."""
+        storage = tensor.untyped_storage()
+        return View(self.box(storage, storage._cdata), tensor)
+
+    def box(self, storage: torch.UntypedStorage, address: int) -> Box:
+        """Take in a storage, whose record is at that address."""
         box = self._boxes.get(address)
         if box is None:
             box = self._boxes[address] = Box(storage)
-        return View(box, tensor)
+        return box
 
     def offload(self, tier: Tier) -> int:
         """Queue copies down; returns the bytes that move."""

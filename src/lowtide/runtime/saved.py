@@ -56,8 +56,7 @@ Sink = Callable[[torch.Tensor], None]
 """What is done with each tensor that a run saves, in order."""
 
 
-# Shape and dtype of a tensor in one call, since hooks ask for every tensor that is saved.
-_form = attrgetter("shape", "dtype")
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 class Placeholders:
@@ -67,29 +66,33 @@ class Placeholders:
     backward has used it.
     """
 
-    __slots__ = ("_calls", "_forms", "_made", "name", "stage")
+    __slots__ = ("_calls", "_dtypes", "_made", "_shapes", "name", "stage")
 
     def __init__(self, stage: int, name: str) -> None:
         self.stage = stage
         self.name = name
         self._made: list[Placeholder] = []
-        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
         self._calls: list[tuple[int, str]] = []
 
     def begin_call(self, name: str) -> None:
         """What the first forward saves from here on is saved by this submodule, or function between submodules."""
-        self._calls.append((len(self._forms), name))
+        self._calls.append((len(self._shapes), name))
 
     def first_run(self, opener: Opener, sink: Sink | None) -> tuple[Pack, Unpack]:
         """The hooks of the stage's first forward."""
-        # Bound once: these run for every tensor that is saved, between one kernel and the next.
-        note, note_form, form, make = self._made.append, self._forms.append, _form, Placeholder
+        # Bound once: these run for every tensor that is saved, between one kernel and the next. Two lists and no pairs,
+        # since the garbage collector counts pairs, and comes the sooner.
+        note, note_shape, note_dtype = self._made.append, self._shapes.append, self._dtypes.append
+        make = Placeholder
 
         def pack(tensor: torch.Tensor) -> Placeholder:
             placeholder = make()
             placeholder.tensor = None
             note(placeholder)
-            note_form(form(tensor))
+            note_shape(tensor.shape)
+            note_dtype(tensor.dtype)
             if sink is not None:
                 sink(tensor)
             return placeholder
@@ -125,17 +128,17 @@ class Placeholders:
         Raises:
             ExecutionError: where shapes, dtypes or the number of tensors differ.
         """
-        if list(map(_form, tensors)) == self._forms:
+        if list(map(_shape, tensors)) == self._shapes and list(map(_dtype, tensors)) == self._dtypes:
             return
-        pairs = zip(tensors, self._forms, strict=False)
-        for index, (tensor, (shape, dtype)) in enumerate(pairs):
+        pairs = zip(tensors, self._shapes, self._dtypes, strict=False)
+        for index, (tensor, shape, dtype) in enumerate(pairs):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ExecutionError(
                     f"{self._place(index)} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
                     f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
                 )
         raise ExecutionError(
-            f"stage {self.name!r} saved {len(self._forms)} tensors the first time and {len(tensors)} when it ran "
+            f"stage {self.name!r} saved {len(self._shapes)} tensors the first time and {len(tensors)} when it ran "
             f"again; {_ADVICE}"
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.cargo import Cargo, Tier, View
+from lowtide.runtime.cargo import Box, Cargo, Tier, View
 from lowtide.runtime.saved import Placeholder, Placeholders
 from lowtide.runtime.tape import version_of
 
@@ -23,7 +23,7 @@ class Leaf:
         self._version = version_of(tensor)
         self._view: View | None = None
         if cargo is not None and is_movable(tensor):
-            self._view = cargo.view(tensor, tensor.untyped_storage())
+            self._view = cargo.view(tensor)
 
     def leave(self) -> None:
         """The cargo has left the device."""
@@ -102,39 +102,48 @@ class Activation:
             leaf.leave()
 
 
-class _Item:
-    """One tensor that a sorted run saved.
+class _Whole:
+    """A tensor that a sorted run saved and that stays as it is: it is some other's, or too small to be moved."""
 
-    Exactly one of these holds: it is a view of the stage's input (`number`), a view of storages that can be moved
-    (`view` alone), or some other's, or too small to be moved (`tensor`). `version` is what it was when it was saved, or
-    `_CHANGED`, which is nobody's, for a view that was written to between that and the end of the run.
-    """
+    __slots__ = ("_tensor", "_version")
 
-    __slots__ = ("number", "tensor", "version", "view")
-
-    def __init__(self, tensor: torch.Tensor | None, version: int, view: View | None, number: int | None) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.view = view
-        self.number = number
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version = version
 
     def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
-        """Give the placeholder its tensor, on the device."""
-        if self.view is None:
-            assert self.tensor is not None
-            placeholder.fill(self.tensor, self.version)
-            return
-        if self.number is None:
-            tensor = self.view.tensor()
+        """Give the placeholder the tensor."""
+        placeholder.tensor = self._tensor
+        placeholder.version = self._version
+
+
+class _Part(View):
+    """A tensor that a sorted run saved, as a view of a storage that can be moved, or of the stage's input.
+
+    Args:
+        box: the storage; None: the stage's input.
+        tensor: the tensor.
+        number: which tensor of the input.
+        unchanged: whether nobody wrote to it between its saving and the end of the run.
+    """
+
+    __slots__ = ("_number", "_unchanged")
+
+    def __init__(self, box: Box | None, tensor: torch.Tensor, number: int | None, *, unchanged: bool) -> None:
+        super().__init__(box, tensor)
+        self._number = number
+        self._unchanged = unchanged
+
+    def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
+        """Put the tensor together on the device, and give it to the placeholder."""
+        if self._number is None:
+            tensor = self.tensor()
         else:
             assert source is not None
-            tensor = self.view.on(source.leaves[self.number].storage(source.name))
+            tensor = self.on(source.leaves[self._number].storage(source.name))
         placeholder.tensor = tensor
-        # It was put together just now. Where it was changed before, whoever opens it is told.
-        placeholder.version = version_of(tensor) if self.version != _CHANGED else _CHANGED
-
-
-_CHANGED = -1
+        # No version is -1: whoever opens what was changed is told.
+        placeholder.version = version_of(tensor) if self._unchanged else -1
 
 
 class Saved(Activation):
@@ -145,7 +154,7 @@ class Saved(Activation):
     def __init__(self, name: str, tensors: Mapping[int, torch.Tensor], sorter: Sorter | None, *, movable: bool):
         self._sorted = None if sorter is None else sorter.cargo
         super().__init__(name, tensors, movable=movable, cargo=self._sorted)
-        self.items: list[_Item] = [] if sorter is None else sorter.items
+        self.items: list[_Whole | _Part] = [] if sorter is None else sorter.items
 
     def fill(self, placeholders: Placeholders, source: Activation | None) -> None:
         """Fill the stage's placeholders for backward; `source` has the stage's input."""
@@ -173,7 +182,7 @@ class Sorter:
 
     def __init__(self, smallest_bytes: int) -> None:
         self.cargo = Cargo()
-        self.items: list[_Item] = []
+        self.items: list[_Whole | _Part] = []
         self._smallest_bytes = smallest_bytes
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -199,16 +208,17 @@ class Sorter:
             self.items.append(self._sorted(tensor, version, addresses, fixed))
         self.clear()
 
-    def _sorted(self, tensor: torch.Tensor, version: int, inputs: Mapping[int, int], fixed: set[int]) -> _Item:
-        if is_movable(tensor):
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-            number = inputs.get(address)
-            # FSDP empties the storages of parameters that it gathers, so they may be small as well.
-            if number is not None or not (address in fixed or storage.nbytes() < self._smallest_bytes):
-                view = self.cargo.view(tensor, storage) if number is None else View(None, tensor)
-                return _Item(None, version if version_of(tensor) == version else _CHANGED, view, number)
-        return _Item(tensor.detach() if tensor.requires_grad else tensor, version, None, None)
+    def _sorted(self, tensor: torch.Tensor, version: int, inputs: Mapping[int, int], fixed: set[int]) -> _Whole | _Part:
+        if not is_movable(tensor):
+            return _Whole(tensor, version)
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        number = inputs.get(address)
+        # FSDP empties the storages of parameters that it gathers, so they may be small as well.
+        if number is None and (address in fixed or storage.nbytes() < self._smallest_bytes):
+            return _Whole(tensor, version)
+        box = self.cargo.box(storage, address) if number is None else None
+        return _Part(box, tensor, number, unchanged=version_of(tensor) == version)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
