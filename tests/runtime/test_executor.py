@@ -68,14 +68,19 @@ def test_schedules_by_hand(make):
     run_under(make())
 
 
-def test_what_a_stage_saved_goes_bit_by_bit_where_its_input_was_moved():
+MOVED = [Forward(1, "keep"), Offload("a", 1), Forward(2, "all"), Release("a", 1), Forward(3, "all"), Backward(3)]
+MOVED += [Prefetch("a", 1), Backward(2), Forward(1, "all"), Backward(1)]
+MADE_AGAIN = [Forward(1, "all"), Forward(2, "keep"), Forward(3, "all"), Backward(3), Forward(2, "all"), Backward(2)]
+MADE_AGAIN += [Backward(1)]
+
+
+@pytest.mark.parametrize("operations", [MOVED, MADE_AGAIN], ids=["input moved", "made again"])
+def test_what_a_stage_saved_goes_bit_by_bit(operations):
     deep = nn.Sequential(*(nn.Tanh() for _ in range(12)))
     model, x = nn.Sequential(nn.Linear(16, 16), deep, nn.Linear(16, 16)), torch.randn(256, 16)
     live_bytes: list[int] = []
     for layer in (deep[9], deep[2]):  # in backward the later layer comes first
         layer.register_full_backward_pre_hook(lambda *_: live_bytes.append(meter.live_bytes))
-    operations = [Forward(1, "keep"), Offload("a", 1), Forward(2, "all"), Release("a", 1), Forward(3, "all")]
-    operations += [Backward(3), Prefetch("a", 1), Backward(2), Forward(1, "all"), Backward(1)]
     split = Split(tuple(StageSplit(path, (Unit(path),)) for path in "012"))
     with attach(model, Schedule("by hand", operations), split=split), Meter("cpu") as meter:
         model(x).sum().backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
-from lowtide import Backward, ExecutionError, Forward, PlanError, Schedule, ScheduleError
+from lowtide import Backward, ExecutionError, Forward, Offload, PlanError, Prefetch, Release, Schedule, ScheduleError
 from lowtide.runtime.split import Split, StageSplit, Unit
 
 
@@ -85,6 +87,41 @@ def test_a_failed_step_keeps_nothing(schedule):
         gc.collect()
         counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
     assert counts[1:] == counts[:1] * 4
+
+
+class FailingLate(nn.Module):
+    """Raises when something was saved already: in the first run, or when it runs again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.seen: list[weakref.ref] = []
+
+    def forward(self, x):
+        saved = x.exp()
+        self.seen.append(weakref.ref(saved))
+        y = saved.sin()
+        if lowtide.is_recomputing() == self.again:
+            raise ValueError("mine")
+        return y
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stage_that_is_to_be_moved_and_fails_frees_what_it_saved_without_the_collector(again):
+    model = nn.Sequential(nn.Linear(4, 4), FailingLate(again), nn.Linear(4, 4))
+    moved = [Offload("abar", 2), Release("abar", 2), Prefetch("abar", 2)]
+    first = [Forward(1, "keep"), Forward(2, "keep" if again else "all"), Forward(3, "all")]
+    then = [Backward(3), Forward(2, "all"), *moved] if again else [*moved, Backward(3)]
+    lowtide.attach(model, Schedule("by hand", [*first, *then, Backward(2), Forward(1, "all"), Backward(1)]))
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            model(torch.randn(2, 4)).sum().backward()
+        assert len(model[1].seen) == 1 + again
+        assert all(reference() is None for reference in model[1].seen)
+    finally:
+        gc.enable()
 
 
 # In-place changes
