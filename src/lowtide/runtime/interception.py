@@ -61,11 +61,22 @@ class _Site:
     def remove(self) -> None:
         module = self._module()
         if module is None or module.__dict__.get(_ATTRIBUTE) is not self:
-            return  # the module is gone, or somebody compiled it since: that is theirs
+            self._leave_chain(module)  # the module is gone, compiled since, or another plan stands before this one
+            return
         if self.previous is None:
             del module.__dict__[_ATTRIBUTE]
         else:
             module.__dict__[_ATTRIBUTE] = self.previous
+
+    def _leave_chain(self, module: nn.Module | None) -> None:
+        """Let the site that stands before this one call what this one called."""
+        site = None if module is None else module.__dict__.get(_ATTRIBUTE)
+        while isinstance(site, _Site):
+            following: object = site.previous
+            if following is self:
+                site.previous = self.previous
+                return
+            site = following
 
 
 class UnitSite(_Site):
