@@ -193,11 +193,11 @@ class Fickle(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.calls = 0
+        self.calls = []  # a number would be put back before a repeated run
 
     def forward(self, x):
-        self.calls += 1
-        again = self.calls % 2 == 0
+        self.calls.append(None)
+        again = len(self.calls) % 2 == 0
         if self.kind == "number":
             return x.exp().sin() if again else x.exp()
         if self.kind == "dtype":

@@ -135,6 +135,21 @@ def test_detaching_leaves_the_model_as_it_was():
     assert not plan.is_attached
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_that_share_modules_detach_in_any_order(first):
+    torch.manual_seed(0)
+    shared = models.stages_of_every_kind()
+    one, other = nn.Sequential(*shared), nn.Sequential(*shared)
+    plans = [lowtide.attach(one, recomputing()), lowtide.attach(other, mixed())]
+    x, twin = batches(SHAPE, 1)[0], models.stages_of_every_kind()
+    for model in (one, other):
+        assert_equal(one_step(model, x), one_step(twin, x))
+    plans[first].detach()
+    assert_equal(one_step((one, other)[1 - first], x), one_step(twin, x))
+    plans[1 - first].detach()
+    assert not any("_compiled_call_impl" in vars(module) for module in (*one.modules(), *other.modules()))
+
+
 def test_attaching_twice_replaces_the_plan():
     model, first = attached(recomputing())
     second = lowtide.attach(model, mixed())
@@ -329,6 +344,28 @@ def test_an_output_dropped_without_backward_frees_everything(schedule):
     finally:
         gc.enable()
         handle.remove()
+
+
+class Warming(nn.Module):
+    """Counts its calls, as modules with a warm-up do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.num_calls = nn.Linear(models.WIDTH, models.WIDTH), 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return torch.tanh(self.linear(x)) * (1.0 if self.num_calls < 3 else 0.5)
+
+
+@pytest.mark.parametrize("schedule", [recomputing(4), mixed(4)], ids=lambda s: s.strategy)
+def test_a_module_that_counts_its_calls_counts_each_step_once(schedule):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Warming() for _ in range(4)))
+    plain = copy.deepcopy(model)
+    lowtide.attach(model, schedule)
+    assert_equal(train(model, batches(SHAPE, 4)), train(plain, batches(SHAPE, 4)))
+    assert [module.num_calls for module in model] == [4] * 4
 
 
 # Other parameters

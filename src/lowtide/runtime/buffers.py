@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.attributes import Note, StageAttributes, attributes_as_noted
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
@@ -39,19 +40,20 @@ class _Place(NamedTuple):
 
 
 class Snapshot:
-    """The buffers of a stage before its first run.
+    """The buffers of a stage, and the plain attributes of its modules, before its first run.
 
     `statistics` are the places of BatchNorm modules in training; about the other places there are `versions`, by
     place, and `copies`.
     """
 
-    __slots__ = ("changed", "copies", "statistics", "versions")
+    __slots__ = ("attributes", "changed", "copies", "statistics", "versions")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
         self.versions: dict[int, int] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
+        self.attributes: list[Note] = []
 
 
 class StageBuffers:
@@ -74,6 +76,7 @@ class StageBuffers:
                 if buffer is not None and (id(module), name) not in seen:
                     seen.add((id(module), name))
                     self._places.append(_Place(module, name, f"{path}.{name}" if path else name))
+        self._attributes = StageAttributes(module for _, module in modules)
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
         self._others: list[int] = []
@@ -83,9 +86,11 @@ class StageBuffers:
 
     def before(self) -> Snapshot | None:
         """Note the buffers before a first run; None where there are none."""
-        if not self._places:
+        attributes = self._attributes.before()
+        if not self._places and not attributes:
             return None
         snapshot = Snapshot()
+        snapshot.attributes = attributes
         noted = self._others
         for module, indices in self._norms.items():
             if module.training:
@@ -104,6 +109,7 @@ class StageBuffers:
         """Look what the first run changed: the snapshot is then what a repeated run needs."""
         if snapshot is None:
             return
+        snapshot.attributes = self._attributes.after(snapshot.attributes)
         for index, version in snapshot.versions.items():
             if self._has_changed(index, version, snapshot.copies.get(index)):
                 snapshot.changed.append(index)
@@ -141,7 +147,7 @@ class StageBuffers:
             statistics = []
         exchanged = self._exchange(statistics)
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, attributes_as_noted(snapshot.attributes):
                 for index, earlier in restored:
                     stack.enter_context(_restored(self._places[index], earlier))
                 yield
