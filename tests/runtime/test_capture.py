@@ -147,6 +147,11 @@ def test_what_is_declined_says_why(model: nn.Module, sample: Any, reason: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_lazy_model_is_told_to_run_once():
+    with pytest.raises(CaptureError, match="has no shape yet; call the model once"):
+        capture(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 4)), torch.zeros(2, 4))
+
+
 def test_a_model_without_submodules_is_told_to_have_some():
     class Alone(nn.Module):
         def __init__(self):

@@ -263,6 +263,25 @@ def test_a_module_whose_glue_cannot_be_repeated_is_not_opened() -> None:
     assert chain.num_stages == split.num_stages
 
 
+class _Leaving(nn.Module):
+    """Leaves a part of the loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = awkward.Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        self.penalty = y.square().mean()
+        return x + y
+
+
+def test_a_loss_that_reads_attributes_is_refused_in_one_line() -> None:
+    model = nn.Sequential(*(_Leaving() for _ in range(3)))
+    with pytest.raises(CaptureError, match="return them from its forward"):
+        measure(model, torch.randn(4, awkward.WIDTH), loss=lambda y: y.mean() + sum(m.penalty for m in model))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "nadam"])
 def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     classes = {"sgd": "SGD", "sgd-momentum": "SGD", "adamw": "AdamW", "rmsprop": "RMSprop", "nadam": "NAdam"}

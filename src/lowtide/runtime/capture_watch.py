@@ -124,6 +124,8 @@ class _Watcher(TorchDispatchMode):
         names: dict[int, list[str]] = {}
         for role, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
+                if nn.parameter.is_lazy(tensor):
+                    raise CaptureError(f"{role} {name!r} has no shape yet; call the model once on a batch, then fit it")
                 for storage in _storages(tensor):
                     serial = self._register(storage, role)
                     names.setdefault(serial, []).append(name)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure_backward import BackwardStart
 from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
@@ -282,7 +283,16 @@ class _Measurer:
         """Run the stage until all that is made once and kept (workspaces, tables) is there, and has been seen."""
         for _ in range(2):
             run = self._forward(k, leaves)
-            _backward(run, leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts])
+            try:
+                _backward(run, leaves_behind(run.starts), [torch.ones_like(tensor) for tensor in run.starts])
+            except (LowtideError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError as error:
+                raise CaptureError(
+                    f"the backward of stage {self._staged.stage(k).name!r} does not work by itself "
+                    f"({str(error).partition('.')[0]}); where loss= reads tensors that the model left in attributes, "
+                    "return them from its forward, or leave loss= out"
+                ) from error
 
     def _start_of_backward(self, k: int, run: _Run) -> BackwardStart:
         """Where a backward of stage k starts as it does within a step: only its graph holds what is not held."""

@@ -222,8 +222,8 @@ class StagedModel:
             tolerance = 64 * torch.finfo(first.dtype).eps
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
-                    "running the stages one after the other gives another result than the model itself; "
-                    "name coarser stages by hand (stages=...)"
+                    "running the stages one after the other gives another result than the model itself; does a module "
+                    "count its calls, or draw from a generator of its own? Else name coarser stages (stages=...)"
                 )
 
 
