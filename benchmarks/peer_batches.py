@@ -84,11 +84,12 @@ def limited(device: torch.device, limit_bytes: int) -> Iterator[Callable[[Callab
         return True
 
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
     try:
         yield allowed
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 Way = Callable[[nn.Module, dict[str, Any], int], AbstractContextManager[Call]]
