@@ -12,6 +12,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_ten
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Snapshot
 from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.endings import saves_last_before_a_product
 from lowtide.runtime.executor import Step
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
@@ -107,6 +108,8 @@ class ExecutedForward(StagedForward):
             if node is not None:
                 run.requires_grad = True
                 node.register_prehook(partial(self.step.reach, k))
+        if k in self.step.program.taped and self.step.program.ends_early(k):
+            run.saves_last_before_a_product = saves_last_before_a_product(outputs.values())
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None
 

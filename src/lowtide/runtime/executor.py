@@ -22,7 +22,7 @@ from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
-from lowtide.runtime.saved import Pack, Placeholders, discard, never_opened
+from lowtide.runtime.saved import EndOfRunError, Pack, Placeholders, discard, never_opened
 from lowtide.runtime.strict import Fingerprints
 from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape, versions_of
@@ -57,6 +57,7 @@ class StageRun:
         "random",
         "registered",
         "requires_grad",
+        "saves_last_before_a_product",
         "snapshot",
         "tape",
         "versions",
@@ -71,6 +72,7 @@ class StageRun:
         self.versions: list[int] = []
         self.registered: list[Entry] = []
         self.requires_grad = False
+        self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
 
 
@@ -280,17 +282,21 @@ class Step:
             outputs = self._run_for_backward(k, inputs, sorter)
         if sorter is not None:
             sorter.finish(inputs, self._fixed(tape))
-        made = dict(zip(tape.outputs, outputs, strict=True))
-        self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
+        made = dict(zip(tape.outputs, outputs, strict=True)) if outputs and self.program.keeps_outputs(k) else {}
+        self._produce(operation, k, made, sorter)
         self.machine.counters.num_recomputed += self.program.sizes[k - 1]
 
     def _run_for_backward(
         self, k: int, inputs: Mapping[int, torch.Tensor], sorter: Sorter | None
     ) -> list[torch.Tensor]:
         run = self.runs[k]
-        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add)
+        ends_early = sorter is None and self._may_end_early(k)
+        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, ends_early=ends_early)
         try:
-            outputs = self._run_again(k, inputs, catch.pack)
+            try:
+                outputs = self._run_again(k, inputs, catch.pack)
+            except EndOfRunError:
+                outputs = []
             catch.finish()
             if run.fingerprints is not None:
                 Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
@@ -301,6 +307,16 @@ class Step:
         finally:
             catch.tensors.clear()  # the graph of the run holds the hook, the hook this list, and these the graph
         return outputs
+
+    def _may_end_early(self, k: int) -> bool:
+        """Whether a repeated run of stage k can end with the last tensor that it saves.
+
+        Nobody may want its output any more. Its first repeated run goes to the end, so that the number of tensors is
+        compared, too.
+        """
+        is_known = k in self.machine.repeated
+        self.machine.repeated.add(k)
+        return is_known and self.runs[k].saves_last_before_a_product and self.program.ends_early(k, self.next_index)
 
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
         run = self.runs[k]

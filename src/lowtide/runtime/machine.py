@@ -65,6 +65,8 @@ class Machine:
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self.repeated: set[int] = set()
+        """The stages that have run again at least once."""
         self._lock = threading.RLock()
         self._draws_others: dict[int, bool] = {}
         self._modules = self._modules_by_stage(split)

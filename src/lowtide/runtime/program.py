@@ -117,6 +117,22 @@ class Program:
         """The first of the schedule's own stages that stage k stands for."""
         return 1 + sum(self.sizes[: k - 1])
 
+    def ends_early(self, k: int, index: int | None = None) -> bool:
+        """Whether nobody wants the output of stage k when it runs again: the next stage's backward is over.
+
+        Args:
+            k: the stage.
+            index: of the repeated forward in the list; None: whether that is so for any.
+        """
+        if k == self.num_stages or ("a", k) in self.moved or ("abar", k) in self.moved:
+            return False
+        if index is not None:
+            return self.backward[k + 1] < index
+        return any(
+            self.modes.get(i) is Mode.HOLD and self.operations[i].stage == k
+            for i in range(self.backward[k + 1], self.backward[k])
+        )
+
     def keeps_outputs(self, k: int) -> bool:
         """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""
         return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved

@@ -118,9 +118,12 @@ class Placeholders:
 
         return unpack
 
-    def repeated_run(self, sink: Sink | None) -> RepeatedRun:
-        """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders."""
-        return RepeatedRun(self, sink)
+    def repeated_run(self, sink: Sink | None, *, ends_early: bool = False) -> RepeatedRun:
+        """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders.
+
+        With `ends_early` it raises `EndOfRunError` when as many tensors are there as the first run saved.
+        """
+        return RepeatedRun(self, sink, len(self._shapes) if ends_early else None)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Compare what a repeated forward saved with what the first did.
@@ -164,17 +167,27 @@ class Placeholders:
             placeholder.version = version
 
 
+class EndOfRunError(BaseException):
+    """A repeated forward has saved all that is wanted; not an `Exception`, so that no model takes it for a failure."""
+
+
 class RepeatedRun:
-    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end."""
+    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end.
+
+    Args:
+        placeholders: for which it runs.
+        sink: is handed each tensor.
+        num_wanted: the run is ended when so many are there; None: it ends by itself.
+    """
 
     __slots__ = ("_placeholders", "_sink", "_versions", "pack", "tensors")
 
-    def __init__(self, placeholders: Placeholders, sink: Sink | None) -> None:
+    def __init__(self, placeholders: Placeholders, sink: Sink | None, num_wanted: int | None) -> None:
         self._placeholders = placeholders
         self._sink = sink
         self.tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self.pack: Pack = self._packing()
+        self.pack: Pack = self._packing() if num_wanted is None else self._packing_until(num_wanted)
 
     def _packing(self) -> Pack:
         note, note_version, sink = self.tensors.append, self._versions.append, self._sink
@@ -186,6 +199,16 @@ class RepeatedRun:
                 sink(tensor)
 
         return pack
+
+    def _packing_until(self, num_wanted: int) -> Pack:
+        pack, tensors = self._packing(), self.tensors
+
+        def pack_until(tensor: torch.Tensor) -> None:
+            pack(tensor)
+            if len(tensors) == num_wanted:
+                raise EndOfRunError
+
+        return pack_until
 
     def finish(self) -> None:
         """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
