@@ -10,7 +10,6 @@ several budgets, by recomputation alone (`rotor`) and with offloading (`pofo`); 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
 import statistics
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from benchmarks import harness
 from benchmarks.peer_networks import PADDED_VOCABULARY
 from torch import nn
 
@@ -28,11 +28,10 @@ from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure import capture_and_measure, measure_split
-from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds
 from lowtide.zoo import make
 
-NUM_WARM, NUM_TIMED = 3, 9
+NUM_LAUNCHES = 5
 
 
 @dataclass
@@ -98,36 +97,25 @@ TINY = [
 ]
 
 
-def now(device: torch.device) -> float:
+def measure_steps(row: Row, model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
+    """Median seconds and peak of steps that follow each other, and how long Python takes to launch one by itself."""
+    step = harness.training_step(model, model, batch)
+    timed = harness.time_steps(step, device)
+    row.seconds, row.peak_bytes = timed.seconds, timed.peak_bytes
+    launches = [_launch_seconds(model, batch, device) for _ in range(NUM_LAUNCHES)]
+    row.forward_launch_seconds, row.backward_launch_seconds = map(statistics.median, zip(*launches, strict=True))
+
+
+def _launch_seconds(model: nn.Module, batch: dict[str, Any], device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def measure_steps(row: Row, model: nn.Module, batch: dict[str, Any], device: torch.device, repeats: int) -> None:
-    """Median seconds of forward and backward, how long Python takes for each of them, and the peak of one step."""
-
-    def step() -> tuple[float, float, float]:
-        begin = time.perf_counter()
-        loss = model(**batch)
-        middle = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return middle - begin, end - middle, now(device) - begin
-
-    for _ in range(NUM_WARM if device.type == "cuda" else 1):
-        step()
-    gc.collect()
-    with Meter(device) as meter:
-        step()
-        row.peak_bytes = meter.peak_bytes
-    now(device)
-    times = [step() for _ in range(repeats)]
-    row.forward_launch_seconds, row.backward_launch_seconds, row.seconds = map(
-        statistics.median, zip(*times, strict=True)
-    )
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    loss = model(**batch)
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    model.zero_grad(set_to_none=True)
+    return middle - begin, end - middle
 
 
 def attempt(rows: list[Row], row: Row, work: Callable[[Row], None]) -> None:
@@ -149,7 +137,7 @@ def attempt(rows: list[Row], row: Row, work: Callable[[Row], None]) -> None:
     )
 
 
-def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
+def bench(network: Network, device: torch.device) -> list[Row]:
     """All rows of one network."""
     print(f"\n{network.name}", flush=True)
     torch.manual_seed(0)
@@ -157,7 +145,7 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
     rows: list[Row] = []
 
     def plain(row: Row) -> None:
-        measure_steps(row, model, batch, device, repeats)
+        measure_steps(row, model, batch, device)
 
     attempt(rows, Row(network.name, "plain, eager"), plain)
     compiled = None
@@ -183,7 +171,7 @@ def bench(network: Network, device: torch.device, repeats: int) -> list[Row]:
             row.predicted_seconds, row.predicted_peak_bytes = solution.seconds, solution.peak_bytes
             row.strategy, row.num_stages = solution.strategy, chain.num_stages
             with lowtide.attach(model, solution, split=split) as plan:
-                measure_steps(row, model, batch, device, repeats)
+                measure_steps(row, model, batch, device)
                 stats = plan.stats()
                 row.recomputed, row.moved_bytes = stats.recomputed_per_step, stats.moved_bytes_per_step
 
@@ -198,14 +186,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small networks on the CPU")
     parser.add_argument("--output", help="write everything as JSON")
     parser.add_argument("--only", help="only networks whose name contains this")
-    parser.add_argument("--repeats", type=int, default=NUM_TIMED)
     arguments = parser.parse_args()
     tiny = arguments.tiny or not torch.cuda.is_available()
     device = torch.device("cpu" if tiny else "cuda")
     networks = [n for n in (TINY if tiny else LARGE) if arguments.only is None or arguments.only in n.name]
     begin, rows = time.perf_counter(), []
     for network in networks:
-        rows += bench(network, device, 3 if tiny else arguments.repeats)
+        rows += bench(network, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     report = {
