@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import torch._inductor.config
 from tests.runtime.training import assert_equal, gradients
 from torch import nn
 
@@ -39,9 +40,11 @@ def run(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_variants_give_the_numbers_of_the_compiled_model(dtype):
     plain, batch = build(dtype)
-    options = {"options": {"emulate_precision_casts": True}} if dtype == "bfloat16" else {}
+    options = {"emulate_precision_casts": True} if dtype == "bfloat16" else {}
+    if hasattr(torch._inductor.config, "deterministic"):
+        options["deterministic"] = True
     for block in plain.blocks:
-        block.compile(dynamic=False, **options)
+        block.compile(dynamic=False, options=options)
     run(plain, batch)
     plain.zero_grad()
     torch.cuda.reset_peak_memory_stats()

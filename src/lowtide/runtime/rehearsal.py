@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What a schedule took: the peak of its first step, with the optimizer's state that is to come, and the median time
-    of the steps after it.
+    """What a schedule took: the peak of its first step, with the optimizer's state that is to come, and the mean time
+    of the steps after it, which follow each other as in a training loop.
     """
 
     peak_bytes: int
@@ -69,24 +68,24 @@ def rehearse(
     holder.append(execution)
     gc.collect()
     set_aside_bytes = _gradient_bytes(model)
-    seconds = []
+    state = _state_to_come(model, step.optimizer)
     with preserved(model), torch.enable_grad():
         execution.install()
         try:
             _set_gradients(model, resident=step.grads_resident)
             with Meter(device) as meter:
                 _run(model, step)
-                peak = meter.peak_bytes
+                peak_bytes = meter.peak_bytes
+            begin = _now(device)
             for _ in range(num_timed):
                 _set_gradients(model, resident=step.grads_resident)
-                begin = _now(device)
                 _run(model, step)
-                seconds.append(_now(device) - begin)
+            seconds = (_now(device) - begin) / max(1, num_timed)
         finally:
             execution.remove()
             holder.clear()
-    peak += _state_to_come(model, step.optimizer) - set_aside_bytes
-    return Rehearsal(peak, statistics.median(seconds) if seconds else 0.0)
+            state.clear()
+    return Rehearsal(peak_bytes - set_aside_bytes, seconds)
 
 
 def _now(device: torch.device) -> float:
@@ -114,10 +113,26 @@ def _set_gradients(model: nn.Module, *, resident: bool) -> None:
         parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
 
 
-def _state_to_come(model: nn.Module, optimizer: Optimizer) -> int:
+def _state_to_come(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    """Memory for the optimizer's state that is not there yet, in pieces like those that it will make.
+
+    It is there and not merely added: what an allocator loses between blocks depends on all of them.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    planned = sum(optimizer_state_bytes(optimizer, trainable).values())
-    return max(0, planned - (existing_state_bytes(model, optimizer) - _gradient_bytes(model)))
+    planned = optimizer_state_bytes(optimizer, trainable)
+    missing = sum(planned.values()) - (existing_state_bytes(model, optimizer) - _gradient_bytes(model))
+    if missing <= 0:
+        return []
+    if missing < sum(planned.values()):
+        return [torch.empty(missing, dtype=torch.uint8, device=trainable[0].device)]
+    pieces = []
+    for parameter in trainable:
+        left = planned.get(id(parameter), 0)
+        while left > 0:
+            num_bytes = min(left, max(1, parameter.numel() * parameter.element_size()))
+            pieces.append(torch.empty(num_bytes, dtype=torch.uint8, device=parameter.device))
+            left -= num_bytes
+    return pieces
 
 
 def _gradient_bytes(model: nn.Module) -> int:
