@@ -249,7 +249,8 @@ def _replace(path: Path, content: bytes) -> None:
 def heading(facts: dict[str, Any]) -> str:
     """One line that says where figures come from."""
     versions = f"torch {facts['torch']}, lowtide {facts['lowtide']}"
-    return f"{facts['machine']}, {versions}, {facts['date']} (`{facts['command']}`)."
+    earlier = "".join(f"; {run['date']} (`{run['command']}`)" for run in facts.get("earlier", ()))
+    return f"{facts['machine']}, {versions}, {facts['date']} (`{facts['command']}`){earlier}."
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

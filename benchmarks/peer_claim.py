@@ -166,6 +166,9 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+# A peer that takes this many times as long as lowtide's slowest step stands at the edge of the picture.
+OFF_SCALE = 1.6
+
 _STYLES = {
     "lowtide": ("C0", "o", "lowtide"),
     "lowtide compiled": ("C2", "s", "lowtide, compiled stages"),
@@ -175,10 +178,14 @@ _STYLES = {
 
 def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
     """Step time against peak memory, a panel a network: lowtide's curves and the peers' points."""
-    networks = {name: own for name, own in by_network(rows).items() if any(row.is_measured for row in own)}
+    networks = {
+        name: own
+        for name, own in by_network(rows).items()
+        if any(row.is_measured and row.family != "peer" for row in own)
+    }
     if not networks:
         return None
-    width = min(2, len(networks))
+    width = 3 if len(networks) in (3, 5, 6) else min(2, len(networks))
     height = -(-len(networks) // width)
     figure, panels = plt.subplots(height, width, figsize=(6.6 * width, 4.8 * height), squeeze=False)
     for panel in panels.flat[len(networks) :]:
@@ -203,6 +210,7 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
         return (row.peak_bytes or 0) / 2**30, (row.seconds or 0) * 1e3
 
     measured = [row for row in rows if row.is_measured]
+    top = OFF_SCALE * max(place(row)[1] for row in measured if row.family != "peer")
     for family, (colour, marker, label) in _STYLES.items():
         points = [place(row) for row in measured if row.family == family]
         if points:
@@ -210,9 +218,12 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
             panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
     for row in (row for row in measured if row.family == "peer"):
         colour = "C3" if row.compiled else "C1"
-        panel.plot(*place(row), "x", color=colour, markersize=7)
-        text = {"xytext": (5, 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
-        panel.annotate(_short(row.way), place(row), **text)
+        gib, milliseconds = place(row)
+        is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
+        panel.plot(gib, min(milliseconds, top), "^" if is_beyond else "x", color=colour, markersize=7)
+        text = {"xytext": (5, -8 if is_beyond else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
+        label = f"{_short(row.way)}: {milliseconds:.0f} ms" if is_beyond else _short(row.way)
+        panel.annotate(label, (gib, min(milliseconds, top)), **text)
     panel.set(title=name, xlabel="measured peak (GiB)", ylabel="step (ms)")
     panel.set_xlim(0, 1.15 * max(place(row)[0] for row in measured))
     panel.grid(alpha=0.3)

@@ -87,6 +87,8 @@ class Run(harness.Run):
         for fact in ("machine", "torch"):
             if values["facts"][fact] != self.facts[fact]:
                 raise SystemExit(f"those results are of {values['facts'][fact]}, this is {self.facts[fact]}")
+        last = {name: values["facts"][name] for name in ("date", "command")}
+        self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
         self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
         self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
 
