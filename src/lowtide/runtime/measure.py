@@ -32,7 +32,7 @@ from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
 from lowtide.runtime.capture import StageNames, capture
 from lowtide.runtime.compiled import CompiledStages
-from lowtide.runtime.measure_figures import Progress, StageFigures, measured_stages, stage_overhead
+from lowtide.runtime.measure_figures import Progress, measured_stages, stage_overhead
 from lowtide.runtime.measure_stages import UnfaithfulStageError
 from lowtide.runtime.measure_time import NOTHING, Timing, paced
 from lowtide.runtime.measure_weights import (
@@ -46,6 +46,7 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split
+from lowtide.runtime.stage_figures import StageFigures
 
 # How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
 _MOST_ATTEMPTS = 8

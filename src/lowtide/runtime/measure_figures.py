@@ -14,59 +14,17 @@ from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure_backward import BackwardStart
 from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
-from lowtide.runtime.measure_time import NOTHING, Timing, timed
+from lowtide.runtime.measure_time import Timing, timed
 from lowtide.runtime.measure_variants import VariantCheck
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split, StageSplit, Unit
+from lowtide.runtime.stage_figures import StageFigures, with_held_gradients
 
 # Stages of one kind that hold less than this share of the bytes have no variants.
 _LEAST_SHARE = 0.01
 
 Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StageFigures:
-    """What was measured of one stage.
-
-    Args:
-        output_bytes: the storages of what the next stage reads, or the caller after the last; held ones excepted.
-        saved_bytes: what a forward that saves all leaves on the device, held tensors excepted.
-        grad_bytes: the gradients of the outputs.
-        forward_extra_bytes: the peak of a forward beyond what it leaves, whether it saves all or nothing.
-        saving_extra_bytes: the same of a forward that saves all; compiled code, which lets nothing go before its end,
-            takes much less beyond what it leaves then.
-        backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its outputs and inputs;
-            below 0 where much is let go before these are made.
-        largest_weight_grad_bytes: the largest gradient of one parameter.
-        own_held_bytes: tensors that it makes and that are held.
-        parameters: the names of those that its backward reaches.
-        held: the origins of the held tensors whose gradients its backward adds to.
-        forward: time of a forward that saves all.
-        backward: time of the backward.
-        variants: the names and figures of other ways to run it, each found to compute the same.
-        notes: what people should know of it, such as variants that were refused.
-    """
-
-    output_bytes: int = 0
-    saved_bytes: int = 0
-    grad_bytes: int = 0
-    forward_extra_bytes: int = 0
-    saving_extra_bytes: int = 0
-    backward_peak_bytes: int = 0
-    largest_weight_grad_bytes: int = 0
-    own_held_bytes: int = 0
-    parameters: tuple[str, ...] = ()
-    held: tuple[tuple[int, int], ...] = ()
-    forward: Timing = NOTHING
-    backward: Timing = NOTHING
-    variants: tuple[tuple[str, StageFigures], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def variant(self, name: str) -> StageFigures:
-        """The figures of a variant; the stage's own where it has none of that name."""
-        return next((figures for found, figures in self.variants if found == name), self)
 
 
 @dataclass(slots=True)
@@ -108,7 +66,8 @@ def measured_stages(
             of_kind[stage.kind] = figure
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
-    return _with_held_gradients(staged, figures), _total(storages_of(list(staged.held.values())).values())
+    gradients = {origin: _num_bytes([tensor]) for origin, tensor in staged.held.items()}
+    return with_held_gradients(figures, gradients), _total(storages_of(list(staged.held.values())).values())
 
 
 def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:
@@ -379,31 +338,3 @@ def _num_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
 
 def _total(storages: Any) -> int:
     return sum(storage.nbytes() for storage in storages)
-
-
-def _with_held_gradients(staged: StagedModel, figures: Sequence[StageFigures]) -> list[StageFigures]:
-    """The figures with the gradients of held tensors; each lives from its last reader's backward to its maker's.
-
-    A stage that runs forward again finds those of the stage whose backward comes next, itself or a later one.
-    """
-    last_reader: dict[tuple[int, int], int] = {}
-    for k, figure in enumerate(figures, start=1):
-        last_reader.update(dict.fromkeys(figure.held, k))
-    found: list[StageFigures] = []
-    most_bytes = 0
-    for k in range(staged.num_stages, 0, -1):
-        there = [staged.held[origin] for origin, last in last_reader.items() if origin[0] <= k <= last]
-        most_bytes = max(most_bytes, _num_bytes(there))
-        found.append(_with_more(figures[k - 1], most_bytes, _num_bytes(there)))
-    return found[::-1]
-
-
-def _with_more(figure: StageFigures, forward_bytes: int, backward_bytes: int) -> StageFigures:
-    """A stage, and its variants, that take more in forward and in backward."""
-    return replace(
-        figure,
-        forward_extra_bytes=figure.forward_extra_bytes + forward_bytes,
-        saving_extra_bytes=figure.saving_extra_bytes + forward_bytes,
-        backward_peak_bytes=figure.backward_peak_bytes + backward_bytes,
-        variants=tuple((name, _with_more(each, forward_bytes, backward_bytes)) for name, each in figure.variants),
-    )
