@@ -50,9 +50,9 @@ MOVED = Schedule(
 )
 
 
-def flops_of_steps(model: nn.Module, schedule: Schedule) -> list[int]:
+def flops_of_steps(model: nn.Module, schedule: Schedule, *, strict: bool = False) -> list[int]:
     found = []
-    with attach(model, schedule, split=SPLIT):
+    with attach(model, schedule, split=SPLIT, strict=strict):
         for x in batches(SHAPE, 3):
             with FlopCounterMode(display=False) as counter:
                 model(x).square().mean().backward()
@@ -77,6 +77,10 @@ def test_other_ends(end):
     model = feeds(end=end)
     with attach(model, EACH_AGAIN, split=SPLIT):
         assert_equal(train(model, batches(SHAPE, 4)), train(feeds(end=end), batches(SHAPE, 4)))
+
+
+def test_in_strict_mode_every_run_goes_to_the_end():
+    assert len(set(flops_of_steps(feeds(), EACH_AGAIN, strict=True))) == 1
 
 
 class Switch(nn.Module):

@@ -7,17 +7,15 @@ first forward; from then on only those are noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from lowtide.runtime.exchange import Entry
+
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 _MODE = "training"  # a switch between forward and backward is refused elsewhere
-
-Note = tuple[dict[str, Any], str, Any]
-"""A module's attributes, a name among them, and its value."""
 
 
 class StageAttributes:
@@ -29,7 +27,7 @@ class StageAttributes:
         self._tables = [vars(module) for module in modules]
         self._known: list[tuple[dict[str, Any], str]] | None = None  # those that change; None: not seen yet
 
-    def before(self) -> list[Note]:
+    def before(self) -> list[Entry]:
         """Note the attributes before a first run."""
         known = self._known
         if known is None:
@@ -41,7 +39,7 @@ class StageAttributes:
             ]
         return [(table, name, table[name]) for table, name in known if type(table.get(name)) in _PLAIN]
 
-    def after(self, notes: list[Note]) -> list[Note]:
+    def after(self, notes: list[Entry]) -> list[Entry]:
         """Those that the first run changed: what a repeated run needs."""
         if self._known is None:
             notes = [note for note in notes if _has_changed(note)]
@@ -49,25 +47,8 @@ class StageAttributes:
         return notes
 
 
-def _has_changed(note: Note) -> bool:
+def _has_changed(note: Entry) -> bool:
     """Whether an attribute has become another plain value; what has become a tensor is not looked after here."""
     table, name, value = note
     now = table.get(name)
     return type(now) in _PLAIN and now != value
-
-
-def attributes_as_noted(notes: list[Note]) -> AbstractContextManager[None]:
-    """Run the block with attributes as they were noted, and leave them as they are."""
-    return _as_noted(notes) if notes else nullcontext()
-
-
-@contextmanager
-def _as_noted(notes: list[Note]) -> Iterator[None]:
-    present = [(table, name, table.get(name)) for table, name, _ in notes]
-    try:
-        for table, name, value in notes:
-            table[name] = value
-        yield
-    finally:
-        for table, name, value in present:
-            table[name] = value

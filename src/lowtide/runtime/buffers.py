@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.attributes import Note, StageAttributes, attributes_as_noted
+from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.exchange import Entry, exchanged
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
 _STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
@@ -53,7 +54,7 @@ class Snapshot:
         self.versions: dict[int, int] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
-        self.attributes: list[Note] = []
+        self.attributes: list[Entry] = []
 
 
 class StageBuffers:
@@ -145,15 +146,10 @@ class StageBuffers:
         if not self._swap:
             restored += [(index, None) for index in statistics if self._places[index].tensor is not None]
             statistics = []
-        exchanged = self._exchange(statistics)
-        try:
-            with ExitStack() as stack, attributes_as_noted(snapshot.attributes):
-                for index, earlier in restored:
-                    stack.enter_context(_restored(self._places[index], earlier))
-                yield
-        finally:
-            for buffers, name, tensor in exchanged:
-                buffers[name] = tensor
+        with exchanged(self._spares(statistics)), exchanged(snapshot.attributes), ExitStack() as stack:
+            for index, earlier in restored:
+                stack.enter_context(_restored(self._places[index], earlier))
+            yield
 
     def _check(self, snapshot: Snapshot) -> None:
         """Refuse what cannot be made as it was."""
@@ -184,9 +180,9 @@ class StageBuffers:
         tensors = (self._places[index].tensor for index in snapshot.copies)
         return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
-    def _exchange(self, statistics: list[int]) -> list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
-        """Put others in the places of statistics; returns where each belongs."""
-        exchanged = []
+    def _spares(self, statistics: list[int]) -> list[Entry]:
+        """What is to stand in the places of statistics."""
+        spares: list[Entry] = []
         for index in statistics:
             place = self._places[index]
             buffers = place.module._buffers
@@ -196,9 +192,8 @@ class StageBuffers:
             known = self._spare.get(index)
             if known is None or known[0] is not tensor:
                 known = self._spare[index] = (tensor, tensor.detach().clone())
-            buffers[place.name] = known[1]
-            exchanged.append((buffers, place.name, tensor))
-        return exchanged
+            spares.append((buffers, place.name, known[1]))
+        return spares
 
 
 @contextmanager

@@ -1,39 +1,45 @@
-"""Parameters that stand in for others during a forward and are gone by backward, as `functional_call` has it."""
+"""Entries of modules' tables that are others while a stage runs again: parameters, statistics, plain attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
-from torch import nn
+Entry = tuple[dict[str, Any], str, Any]
+"""A module's parameters, buffers or attributes, a name among them, and a value."""
 
-Table = dict[str, nn.Parameter | None]
-"""A module's parameters by name."""
 
-Entry = tuple[Table, str, nn.Parameter | None]
+def exchanged(entries: Sequence[Entry]) -> AbstractContextManager[None]:
+    """Run the block with these values in their places, and put back what stands there now."""
+    return _exchanged(entries) if entries else nullcontext()
 
 
 def registered_again(entries: Iterable[Entry]) -> AbstractContextManager[None]:
-    """Run the block with the parameters that a stage's first run found, each with its table and its name there."""
-    others = [entry for entry in entries if entry[0].get(entry[1]) is not entry[2]]
-    return _exchanged(others) if others else nullcontext()
+    """Run the block with the parameters that a stage's first run found, which may be gone by backward.
+
+    `functional_call` has others stand in for the time of a call. FSDP exchanges a shard for the whole and back in hooks
+    of its own, which run in repeated forwards, too: these are left alone.
+    """
+    others = []
+    for table, name, then in entries:
+        now = table.get(name)
+        if now is not then and not _is_shard(then) and not _is_shard(now):
+            others.append((table, name, then))
+    return exchanged(others)
 
 
 @contextmanager
 def _exchanged(entries: Sequence[Entry]) -> Iterator[None]:
     present = [(table, name, table.get(name)) for table, name, _ in entries]
-    pairs = [
-        (then, now) for then, now in zip(entries, present, strict=True) if not (_is_shard(then[2]) or _is_shard(now[2]))
-    ]
     try:
-        for (table, name, parameter), _ in pairs:
-            table[name] = parameter
+        for table, name, value in entries:
+            table[name] = value
         yield
     finally:
-        for _, (table, name, parameter) in pairs:
-            table[name] = parameter
+        for table, name, value in present:
+            table[name] = value
 
 
-def _is_shard(parameter: nn.Parameter | None) -> bool:
-    """FSDP exchanges a shard for the whole and back in hooks of its own, which run in repeated forwards, too."""
+def _is_shard(parameter: Any) -> bool:
     return type(parameter).__name__ == "DTensor"

@@ -108,7 +108,7 @@ class ExecutedForward(StagedForward):
             if node is not None:
                 run.requires_grad = True
                 node.register_prehook(partial(self.step.reach, k))
-        if k in self.step.program.taped and self.step.program.ends_early(k):
+        if k in self.machine.ending_early:
             run.saves_last_before_a_product = saves_last_before_a_product(outputs.values())
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None

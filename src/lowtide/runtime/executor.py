@@ -309,14 +309,13 @@ class Step:
         return outputs
 
     def _may_end_early(self, k: int) -> bool:
-        """Whether a repeated run of stage k can end with the last tensor that it saves.
+        """Whether the repeated run of stage k that comes now can end with the last tensor that it saves.
 
-        Nobody may want its output any more. Its first repeated run goes to the end, so that the number of tensors is
-        compared, too.
+        The first one goes to the end, and in strict mode all do, so that the number of tensors is compared, too.
         """
-        is_known = k in self.machine.repeated
+        is_known = k in self.machine.repeated and not self.machine.strict
         self.machine.repeated.add(k)
-        return is_known and self.runs[k].saves_last_before_a_product and self.program.ends_early(k, self.next_index)
+        return is_known and self.next_index in self.program.unwanted and self.runs[k].saves_last_before_a_product
 
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
         run = self.runs[k]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,6 @@ from torch import nn
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import StageBuffers
 from lowtide.runtime.cargo import Tier
-from lowtide.runtime.exchange import Table
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
@@ -65,6 +65,8 @@ class Machine:
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        self.ending_early = frozenset(program.operations[index].stage for index in program.unwanted)
+        """The stages that may run again without anybody wanting their output."""
         self.repeated: set[int] = set()
         """The stages that have run again at least once."""
         self._lock = threading.RLock()
@@ -72,7 +74,7 @@ class Machine:
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._places: dict[int, list[tuple[Table, str]]] = {}
+        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         self._buffers: dict[int, StageBuffers] = {}
         self._storages: dict[int, set[int]] = {}
         self.refresh()
@@ -112,7 +114,7 @@ class Machine:
         """The parameters of stage k."""
         return self._parameters[k]
 
-    def places_of(self, k: int) -> list[tuple[Table, str]]:
+    def places_of(self, k: int) -> list[tuple[dict[str, Any], str]]:
         """Where the parameters of stage k are registered: each table with a name in it."""
         return self._places[k]
 

@@ -137,7 +137,8 @@ def _launch_within_a_step(computation: Callable[[], object], prepare: Callable[[
     """How long the launches take in the midst of others.
 
     Stages timed one by one, each after a wait for the device, were seen to launch in 1.5 to 1.8 times what a plain step
-    takes for all of them. That the wait is the reason is a guess: the thread has slept, and its caches are cold.
+    takes for all of them, presumably because the thread has slept and its caches are cold. Timed so, the stages of
+    ResNet-101 at 224 px, bound by launching, come to 6 and 10 % less than a step, and not to 60 % more.
     """
     launches: list[float] = []
     torch.cuda.synchronize()

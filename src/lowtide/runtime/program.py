@@ -48,6 +48,8 @@ class Program:
         last_prefetch: for each value that is fetched, the index of the last time.
         variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
         sizes: how many of the schedule's own stages each stage here stands for.
+        unwanted: the repeated forwards, by their index in the list, whose output nobody wants: the backward of the next
+            stage is over.
     """
 
     operations: tuple[Operation, ...]
@@ -61,6 +63,7 @@ class Program:
     last_prefetch: dict[Value, int]
     variants: tuple[int, ...]
     sizes: tuple[int, ...]
+    unwanted: frozenset[int]
 
     @classmethod
     def of(cls, schedule: Schedule, coarse: Coarse) -> Program:
@@ -106,6 +109,14 @@ class Program:
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
             _variants(operations, num_stages),
             coarse.sizes,
+            frozenset(
+                index
+                for index, mode in modes.items()
+                if mode is Mode.HOLD
+                and (k := operations[index].stage) < num_stages
+                and backward[k + 1] < index
+                and not moved & {("a", k), ("abar", k)}
+            ),
         )
 
     @property
@@ -116,22 +127,6 @@ class Program:
     def origin_of(self, k: int) -> int:
         """The first of the schedule's own stages that stage k stands for."""
         return 1 + sum(self.sizes[: k - 1])
-
-    def ends_early(self, k: int, index: int | None = None) -> bool:
-        """Whether nobody wants the output of stage k when it runs again: the next stage's backward is over.
-
-        Args:
-            k: the stage.
-            index: of the repeated forward in the list; None: whether that is so for any.
-        """
-        if k == self.num_stages or ("a", k) in self.moved or ("abar", k) in self.moved:
-            return False
-        if index is not None:
-            return self.backward[k + 1] < index
-        return any(
-            self.modes.get(i) is Mode.HOLD and self.operations[i].stage == k
-            for i in range(self.backward[k + 1], self.backward[k])
-        )
 
     def keeps_outputs(self, k: int) -> bool:
         """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""

@@ -36,18 +36,9 @@ class Placeholder:
     __slots__ = ("tensor", "version")
 
     tensor: torch.Tensor | None
+    """Without history: a graph that held itself would never be freed."""
     version: int
-
-    def fill(self, tensor: torch.Tensor, version: int) -> None:
-        """Give it its tensor, without history: a graph that held itself would never be freed.
-
-        Args:
-            tensor: the tensor.
-            version: how often its memory had been written to when it was saved.
-        """
-        # What autograd hands to hooks has none already.
-        self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.version = version
+    """How often the tensor's memory had been written to when it was saved."""
 
 
 Pack = Callable[[torch.Tensor], Any]
@@ -161,7 +152,6 @@ class Placeholders:
 
     def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
         """Give each placeholder its tensor; those that an earlier repeated run filled keep what they have."""
-        # The same as `Placeholder.fill`, without a call for each.
         for placeholder, tensor, version in zip(self.take(), tensors, versions, strict=False):
             placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
             placeholder.version = version
