@@ -316,6 +316,20 @@ class Run:
         self.folder = output_folder(arguments, results)
         self.stem = f"{name}-{'tiny-' if arguments.tiny else ''}{short_name(device)}"
 
+    def resumed(self, path: Path) -> dict[str, Any]:
+        """The values of an earlier run that this one goes on with; its date and command stay in the facts.
+
+        Raises:
+            SystemExit: where they are of another machine or version.
+        """
+        values: dict[str, Any] = json.loads(path.read_text())
+        for fact in ("machine", "torch"):
+            if values["facts"][fact] != self.facts[fact]:
+                raise SystemExit(f"those results are of {values['facts'][fact]}, this is {self.facts[fact]}")
+        last = {name: values["facts"][name] for name in ("date", "command")}
+        self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
+        return values
+
     @property
     def files(self) -> str:
         """What it writes, for people."""

@@ -81,16 +81,9 @@ class Run(harness.Run):
             dict(FIRST_GUESS_SECONDS) if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
         )
         if arguments.resume:
-            self._resume(json.loads(arguments.resume.read_text()))
-
-    def _resume(self, values: dict[str, Any]) -> None:
-        for fact in ("machine", "torch"):
-            if values["facts"][fact] != self.facts[fact]:
-                raise SystemExit(f"those results are of {values['facts'][fact]}, this is {self.facts[fact]}")
-        last = {name: values["facts"][name] for name in ("date", "command")}
-        self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
-        self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
-        self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
+            values = self.resumed(arguments.resume)
+            self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
+            self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
 
     def of(self, network: Network) -> list[Row]:
         """The rows of a network so far."""

@@ -46,6 +46,9 @@ class Run(harness.Run):
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
         self.rows: list[Row] = []
         self.stages: dict[str, Any] = {}
+        if arguments.resume:
+            values = self.resumed(arguments.resume)
+            self.rows, self.stages = [Row(**row) for row in values["rows"]], values["stages"]
 
     def row(self, network: Network, way: str, measure: Callable[[Row], None], **more: Any) -> Row:
         """Measure one row, print it and write everything."""
@@ -76,7 +79,8 @@ class Run(harness.Run):
 
     def _lines(self) -> list[str]:
         lines = [harness.heading(self.facts)]
-        for title in dict.fromkeys(row.network for row in self.rows):
+        titles = [network.title for network in [*NETWORKS, *TINY]]
+        for title in sorted({row.network for row in self.rows}, key=titles.index):
             rows = [row for row in self.rows if row.network == title]
             columns = ["way", "a step", "predicted", "peak", "predicted", "what the solver chose"]
             lines += ["", f"## {title}", "", *harness.table(columns, [_cells(row) for row in rows]), ""]
@@ -98,8 +102,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def measure_network(run: Run, network: Network) -> None:
-    """All rows of one network."""
+    """All rows of one network; those of an earlier run go."""
     torch.manual_seed(0)
+    run.rows = [row for row in run.rows if row.network != network.title]
+    run.stages.pop(network.title, None)
     model, batch = network.make(str(run.device), None)
     run.row(network, "plain, eager", lambda row: run.time(model, model, batch, row))
     split = capture(model, batch, blocks=True)
@@ -232,6 +238,7 @@ def _rows_of_single_variants(
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_common_arguments(parser)
+    parser.add_argument("--resume", type=Path, help="results of an earlier run, whose other networks stay")
     arguments = parser.parse_args(given)
     device = torch.device(arguments.device)
     run = Run(arguments, device)

@@ -18,7 +18,6 @@ at the end.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -79,8 +78,7 @@ class Run(harness.Run):
         self.points: list[Point] = []
         self.notes: list[str] = []
         if arguments.resume:
-            values = json.loads(arguments.resume.read_text())
-            self.points = [Point(**point) for point in values["points"]]
+            self.points = [Point(**point) for point in self.resumed(arguments.resume)["points"]]
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results; drawing takes a second, and is left for the end."""

@@ -36,6 +36,9 @@ class FeedForward(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
+_NO_LABEL = -100  # what the loss passes over by default
+
+
 class NormFirst(nn.Module):
     """A block as in GPT-2: normalised before attention and before the linear layers."""
 
@@ -80,7 +83,10 @@ class GPT2(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
-        return logits if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        if labels is None:
+            return logits
+        following = F.pad(labels[:, 1:], (0, 1), value=_NO_LABEL)  # to cut the logits instead would copy them
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten(), ignore_index=_NO_LABEL)
 
 
 class BERT(nn.Module):
