@@ -27,6 +27,8 @@ SIZES: dict[str, Sizes] = {
 
 # What else a chain can have; each changes the memory model somewhere.
 FEATURES = ("saved = output", "large extras", "weight gradients", "grads resident", "odd gradients", "variants", "base")
+# What the strategies of offloading pass over: they are valid with it, and not optimal.
+NESTED_FEATURES = (*FEATURES, "reruns")
 
 
 def random_chain(seed: int, num_stages: int, *, sizes: str = "mixed", features: tuple[str, ...] = ()) -> Chain:
@@ -44,13 +46,13 @@ def random_chain(seed: int, num_stages: int, *, sizes: str = "mixed", features: 
     )
 
 
-def random_chains(count: int, num_stages: int) -> list[Chain]:
+def random_chains(count: int, num_stages: int, *, features: tuple[str, ...] = FEATURES) -> list[Chain]:
     """Chains of every kind of sizes, each with a random choice of features."""
     rng = random.Random(f"chains {count} {num_stages}")
     made = []
     for seed in range(count):
-        features = tuple(feature for feature in FEATURES if rng.random() < 0.3)
-        made.append(random_chain(seed, num_stages, sizes=list(SIZES)[seed % len(SIZES)], features=features))
+        chosen = tuple(feature for feature in features if rng.random() < 0.3)
+        made.append(random_chain(seed, num_stages, sizes=list(SIZES)[seed % len(SIZES)], features=chosen))
     return made
 
 
@@ -60,7 +62,8 @@ def with_random_seconds(chain: Chain, seed: int) -> Chain:
     stages = tuple(
         dataclasses.replace(
             stage,
-            forward_seconds=rng.random(),
+            forward_seconds=(forward := rng.random()),
+            rerun_seconds=forward * (stage.rerun_seconds / stage.forward_seconds if stage.forward_seconds else 1.0),
             backward_seconds=rng.random(),
             variants=tuple(
                 dataclasses.replace(variant, forward_seconds=rng.random(), backward_seconds=rng.random())
@@ -109,9 +112,10 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         Variant(f"way {v}", rng.randint(0, 5), rng.randint(0, 5), saved(), extra(), extra())
         for v in range(1, rng.randint(1, 3) if "variants" in features else 1)
     )
+    forward = rng.randint(0, 5)
     return Stage(
         name,
-        rng.randint(0, 5),
+        forward,
         rng.randint(0, 5),
         output,
         saved(),
@@ -122,4 +126,5 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         weight_grad_bytes=rng.choice((0, weight)),
         optimizer_bytes=rng.choice((0, weight)),
         variants=variants,
+        rerun_seconds=rng.randint(0, forward) if "reruns" in features else None,
     )

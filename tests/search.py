@@ -75,7 +75,9 @@ class Nested:
             fits_backward = self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes <= free
             if fits_forward and fits_backward and (s == t or self.saves_ahead):
                 inner = self.seconds_of(s + 1, t, free - way.saved_bytes) if s < t else 0.0
-                best = min(best, way.forward_seconds + inner + way.backward_seconds)
+                # the forward that ends s..t comes after the backward of t + 1, where there is one
+                ends = s == t < chain.num_stages
+                best = min(best, (way.rerun_seconds if ends else way.forward_seconds) + inner + way.backward_seconds)
         ahead = 0.0
         for p in range(s + 1, t + 1):
             before = chain.activation_bytes(p - 2) if p - 1 > s else 0
@@ -152,7 +154,9 @@ def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Oper
                 way = stage.variant(v)
                 after = _State(_kept(state), _with(state.saved, k, v), state.next_backward)
                 peak = stored + way.saved_bytes + way.forward_extra_bytes
-                yield Forward(k, "all", v), after, way.forward_seconds, peak
+                # it has run before, since its next stage is done
+                unwanted = k == state.next_backward < chain.num_stages
+                yield Forward(k, "all", v), after, way.rerun_seconds if unwanted else way.forward_seconds, peak
         if not state.activations[k]:
             peak = stored + stage.output_bytes + stage.forward_extra_bytes
             after = _State(_with(_kept(state), k, 1), state.saved, state.next_backward)

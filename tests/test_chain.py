@@ -2,7 +2,7 @@ import json
 import math
 
 import pytest
-from tests.chains import random_chains
+from tests.chains import NESTED_FEATURES, random_chains
 
 from lowtide import Chain, ChainError, Stage, Variant
 
@@ -26,7 +26,7 @@ def test_defaults():
     assert (chain.input_bytes, chain.input_grad_bytes, chain.base_bytes, chain.grads_resident) == (0, 0, 0, False)
 
 
-@pytest.mark.parametrize("chain", random_chains(20, 4), ids=lambda chain: chain.name)
+@pytest.mark.parametrize("chain", random_chains(20, 4, features=NESTED_FEATURES), ids=lambda chain: chain.name)
 def test_there_and_back(chain, tmp_path):
     assert Chain.from_dict(json.loads(json.dumps(chain.to_dict()))) == chain
     chain.save(tmp_path / "chain.json")
@@ -37,6 +37,15 @@ def test_provenance_is_kept_and_does_not_count():
     chain = Chain.from_dict({**FILE, "provenance": {"machine": "a laptop"}})
     assert chain == Chain.from_dict(FILE)
     assert Chain.from_dict(chain.to_dict()).provenance == {"machine": "a laptop"}
+
+
+def test_the_time_of_a_run_that_may_end_early_is_written_where_it_is_another():
+    chain = Chain.from_dict(FILE)
+    assert all(stage.rerun_seconds == stage.forward_seconds for stage in chain.stages)
+    assert all("rerun_seconds" not in stage for stage in chain.to_dict()["stages"])
+    chain = Chain.from_dict(with_stage(rerun_seconds=0))
+    assert chain.stage(2).rerun_seconds == 0
+    assert Chain.from_dict(chain.to_dict()) == chain
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,8 @@ def test_provenance_is_kept_and_does_not_count():
         (with_stage(backward_seconds=math.inf), ["stage 2", "backward_seconds", "inf"]),
         (with_stage(weight_bytes=2**60), ["stage 2", "weight_bytes"]),
         (with_stage(grad_bytes=None), ["stage 2", "grad_bytes", "null"]),
+        (with_stage(rerun_seconds=None), ["stage 2", "rerun_seconds", "null", "seconds"]),
+        (with_stage(rerun_seconds=9.5), ["stage 2", "rerun_seconds", "9.5", "more than"]),
         (with_stage(output_byte=1), ["stage 2", "'output_byte'", "output_bytes"]),
         (with_stage(name=5), ["stage 2", "name", "a string"]),
         (with_stage(variants={}), ["stage 2", "variants", "a list"]),

@@ -68,8 +68,10 @@ class Ledger:
         way = stage.variants[variant - 1] if variant else stage
         made = f"abar{k}" if save == "all" else f"a{k}"
         self.peak = max(self.peak, self.stored() + self.size(made) + way.forward_extra_bytes)
-        self.clock += way.forward_seconds
-        self.compute += way.forward_seconds
+        # once the gradient of its output is there, nobody wants the output itself
+        ends_early = save == "all" and not variant and f"d{k}" in self.there and k < self.chain.num_stages
+        self.clock += way.rerun_seconds if ends_early else way.forward_seconds
+        self.compute += way.rerun_seconds if ends_early else way.forward_seconds
         self.there.add(made)
         if save == "drop":
             self.gone(f"a{k - 1}")
@@ -112,7 +114,28 @@ class Ledger:
         return lambda kind, k: self.use(f"{kind}{k}")
 
 
-FEATURES = ["weight gradients", "grads resident", "large extras", "odd gradients", "base"]
+FEATURES = ["weight gradients", "grads resident", "large extras", "odd gradients", "base", "reruns"]
+
+
+def test_a_forward_that_runs_again_for_its_backward_alone_may_end_early():
+    chain = Chain("three", [Stage(name, 4.0, 1.0, 1, 3, rerun_seconds=1.0) for name in "fgh"])
+    listed = [
+        *(["forward", k, "keep"] for k in (1, 2)), ["forward", 3, "all"], ["backward", 3],
+        ["forward", 2, "all"], ["backward", 2], ["forward", 1, "all"], ["backward", 1],
+    ]  # fmt: skip
+    again = Schedule.from_dict({"format": "lowtide.schedule/1", "strategy": "", "operations": listed})
+    assert simulate(chain, again).seconds == 3 * 4.0 + 2 * 1.0 + 3 * 1.0
+    saved = Schedule("", (*(Forward(k, "all") for k in (1, 2, 3)), *(Backward(k) for k in (3, 2, 1))))
+    assert simulate(chain, saved).seconds == 3 * 4.0 + 3 * 1.0
+    # here the output of the first is wanted by the second
+    both = Schedule(
+        "",
+        (
+            Forward(1, "keep"), Forward(2, "drop"), Forward(3, "all"), Backward(3),
+            Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1),
+        ),
+    )  # fmt: skip
+    assert simulate(chain, both).seconds == 3 * 4.0 + (4.0 + 1.0) + 3 * 1.0
 
 
 @pytest.mark.parametrize("duplex", [True, False])

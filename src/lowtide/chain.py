@@ -8,7 +8,7 @@ into delta[k-1], and needs abar[k], everything that forward k saved for it.
 | a^k | `output_bytes` of stage k; `Chain.input_bytes` for k = 0 |
 | ā^k | `saved_bytes`: all that backward k needs, a[k] included, a[k-1] and the parameters excluded |
 | δ^k | `grad_bytes` of stage k; `Chain.input_grad_bytes` for k = 0 |
-| u_F, u_B | `forward_seconds`, `backward_seconds` |
+| u_F, u_B | `forward_seconds`, `backward_seconds`; `rerun_seconds` where a repeated forward may end early |
 | o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes` |
 | w_k | `weight_bytes` |
 
@@ -50,6 +50,11 @@ class Variant:
     def __post_init__(self) -> None:
         _check_fields(self, where=f"variant {self.name!r}")
 
+    @property
+    def rerun_seconds(self) -> float:
+        """What a forward takes of which only that is wanted which it saves: compiled code runs to its end."""
+        return self.forward_seconds
+
     def to_dict(self) -> dict[str, Any]:
         """The variant as it stands in a chain file."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
@@ -60,10 +65,13 @@ class Stage:
     """One stage of a chain. Sizes are whole bytes, times are seconds.
 
     `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
-    to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`).
+    to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
+    `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
+    wanted, and it can end before its last matrix product.
 
     Raises:
-        ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`.
+        ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes` or
+            `rerun_seconds > forward_seconds`.
     """
 
     name: str
@@ -78,15 +86,23 @@ class Stage:
     weight_grad_bytes: int = None  # type: ignore[assignment]  # None: weight_bytes
     optimizer_bytes: int = 0
     variants: tuple[Variant, ...] = ()
+    rerun_seconds: float = None  # type: ignore[assignment]  # None: forward_seconds
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
             object.__setattr__(self, "grad_bytes", self.output_bytes)
         if self.weight_grad_bytes is None:
             object.__setattr__(self, "weight_grad_bytes", self.weight_bytes)
+        if self.rerun_seconds is None:
+            object.__setattr__(self, "rerun_seconds", self.forward_seconds)
         object.__setattr__(self, "variants", tuple(self.variants))
         where = f"stage {self.name!r}"
         _check_fields(self, where=where)
+        if self.rerun_seconds > self.forward_seconds:
+            raise ChainError(
+                f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
+                f"{self.forward_seconds}; a forward that may end early takes no longer"
+            )
         saved = {where: self.saved_bytes, **{f"{where}, variant {v.name!r}": v.saved_bytes for v in self.variants}}
         for owner, saved_bytes in saved.items():
             if saved_bytes < self.output_bytes:
@@ -108,6 +124,8 @@ class Stage:
         """The stage as it stands in a chain file."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         variants = values.pop("variants")
+        if self.rerun_seconds == self.forward_seconds:
+            del values["rerun_seconds"]
         return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
 
 
@@ -238,9 +256,9 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
             raise ChainError(f"{where}, variant {v}: is {shown(entry)}, expected an object")
         _check_keys(Variant, entry, where=f"{where}, variant {v}")
         made.append(_made(Variant, entry, where=f"{where}, variant {v}"))
-    for key in ("grad_bytes", "weight_grad_bytes"):
+    for key in ("grad_bytes", "weight_grad_bytes", "rerun_seconds"):
         if key in values and values[key] is None:
-            raise ChainError(f"{where}: {key} is null, expected whole bytes (leave the field out for its default)")
+            raise ChainError(f"{where}: {key} is null, expected {_expected(key)} (leave the field out for its default)")
     stage: Stage = _made(Stage, {**values, "variants": tuple(made)}, where=where)
     return stage
 

@@ -263,6 +263,8 @@ class _Machine:
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
             seconds, extra = way.forward_seconds, way.forward_extra_bytes
+            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nobody wants a[k] any more
+                seconds = way.rerun_seconds
         if made in self.stored:
             self._refuse(f"{_named(made)} is stored already")
         peak = self.total + num_bytes + extra

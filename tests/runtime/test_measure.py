@@ -68,6 +68,18 @@ def test_the_fields_of_a_chain_of_linear_layers() -> None:
     assert Chain.from_dict(chain.to_dict()) == chain
 
 
+def test_a_stage_that_ends_in_a_product_is_timed_without_it() -> None:
+    """A stage of one linear layer saves before it computes: run again for its backward, it does next to nothing."""
+    wide = [nn.Linear(512, 512) for _ in range(2)]
+    model = nn.Sequential(*wide, nn.ReLU(), nn.LayerNorm(512))
+    chain = measure(model, torch.randn(512, 512), stages=["0", "1", "2", "3"])
+    times = {stage.name: (stage.rerun_seconds, stage.forward_seconds) for stage in chain.stages}
+    assert times["0"][0] < times["0"][1] / 2
+    assert times["1"][0] < times["1"][1] / 2
+    assert times["2"][0] == times["2"][1]  # a ReLU saves its result
+    assert times["3"][0] == times["3"][1]  # nothing comes after the last stage
+
+
 def test_bytes_are_the_same_in_each_measurement() -> None:
     model, x = awkward.Transformerlike(), torch.randn(4, 6, 8)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.chains import random_chains
+from tests.chains import NESTED_FEATURES, random_chains
 
 from lowtide import Chain, InfeasibleBudgetError, Stage, solve
 from lowtide.strategies.chen import _greedy
@@ -35,12 +35,12 @@ def test_equal_stages_come_to_the_square_root_of_memory(num_stages: int) -> None
 
 
 def test_ample_memory_is_plain_training() -> None:
-    for chain in random_chains(12, 6):
+    for chain in random_chains(12, 6, features=NESTED_FEATURES):
         assert solve(chain, memory_budget=2**40, strategy="chen").seconds == pytest.approx(chain.compute_seconds)
 
 
 def test_it_is_never_faster_than_rotor() -> None:
-    for chain in random_chains(24, 7):
+    for chain in random_chains(24, 7, features=NESTED_FEATURES):
         peak = solve(chain, memory_budget=2**40, strategy="chen").peak_bytes
         for budget in range(peak, 0, -max(1, peak // 10)):
             try:

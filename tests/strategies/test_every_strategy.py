@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from tests.chains import random_chain, random_chains
+from tests.chains import NESTED_FEATURES, random_chain, random_chains
 
 from lowtide import Chain, InfeasibleBudgetError, LowtideError, Solution, simulate, solve
 from lowtide.solve import applicable
@@ -17,7 +17,12 @@ HERE = [entry for entry in REGISTRY.values() if importlib.util.find_spec(entry.m
 
 
 def chains_for(entry: Entry) -> list[Chain]:
-    chains = [*random_chains(12, 3), *random_chains(6, 1), random_chain(0, 9), random_chain(1, 14, sizes="rising")]
+    chains = [
+        *random_chains(12, 3, features=NESTED_FEATURES),
+        *random_chains(6, 1, features=NESTED_FEATURES),
+        random_chain(0, 9),
+        random_chain(1, 14, sizes="rising"),
+    ]
     if entry.manages_weights:
         chains += [random_chain(seed, 4, features=("weight gradients", "base")) for seed in range(6)]
     return [chain for chain in chains if entry in applicable(chain, BANDWIDTH)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.chains import long_chain, random_chains, with_random_seconds
+from tests.chains import NESTED_FEATURES, long_chain, random_chains, with_random_seconds
 from tests.search import Nested
 
 from lowtide import Chain, Schedule, simulate
@@ -39,7 +39,7 @@ def check(table: Table, chain: Chain, budget: int) -> float:
 @pytest.mark.parametrize("num_stages", [1, 3, 8, 9, 20])
 def test_one_table_answers_every_budget_below(num_stages: int, try_exact: bool, saves_ahead: bool) -> None:
     """Long enough for several tiles of rows and several blocks of slots, one byte each."""
-    for chain in random_chains(18, num_stages)[num_stages % 4 :: 4]:
+    for chain in random_chains(18, num_stages, features=NESTED_FEATURES)[num_stages % 4 :: 4]:
         uneven = with_random_seconds(chain, seed=num_stages)
         costs = costs_of(uneven, saves_ahead=saves_ahead, variants=saves_ahead)
         least, ample = limits(uneven, costs)
@@ -52,7 +52,7 @@ def test_one_table_answers_every_budget_below(num_stages: int, try_exact: bool, 
 
 
 def test_stairs_are_where_the_time_falls() -> None:
-    for chain in random_chains(18, 7):
+    for chain in random_chains(18, 7, features=NESTED_FEATURES):
         costs = costs_of(chain)
         least, ample = limits(chain, costs)
         if least == ample:
@@ -95,7 +95,7 @@ def test_between_slots_little_is_lost() -> None:
 
 
 def test_a_part_of_the_chain_can_be_read_off() -> None:
-    for chain in random_chains(12, 6):
+    for chain in random_chains(12, 6, features=NESTED_FEATURES):
         costs = costs_of(chain)
         least = least_memory(costs)
         table = table_of(costs, int(least.ample_bytes[1, 6]) + 50, try_exact=True)
@@ -110,8 +110,11 @@ def test_a_part_of_the_chain_can_be_read_off() -> None:
             tight = int(least.least_bytes[s, t])
             if tight <= int(least.ample_bytes[1, 6]) - 1 - int(costs.activation[s - 1]):
                 best = sum(
-                    min(way.forward_seconds + way.backward_seconds for way in (stage, *stage.variants))
-                    for stage in chain.stages[s - 1 : t]
+                    min(
+                        (way.rerun_seconds if k == t < 6 else way.forward_seconds) + way.backward_seconds
+                        for way in (chain.stage(k), *chain.stage(k).variants)
+                    )
+                    for k in range(s, t + 1)
                 )
                 found = small.decisions(tight, (s, t))[1]
                 assert best + found == pytest.approx(reference.seconds_of(s, t, tight))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.chains import long_chain, random_chains
+from tests.chains import NESTED_FEATURES, long_chain, random_chains
 
 from lowtide import Chain, Forward, InfeasibleBudgetError, Offload, Stage, simulate, solve
 
@@ -54,7 +54,7 @@ def solve_minimum(chain: Chain, strategy: str) -> int:
 
 @pytest.mark.parametrize("duplex", [True, False])
 def test_every_budget_from_the_least_on_is_kept(duplex: bool) -> None:
-    for chain in (*random_chains(12, 6), long_chain(14)):
+    for chain in (*random_chains(12, 6, features=NESTED_FEATURES), long_chain(14)):
         scale = 10**6 if chain.input_bytes >= 10**6 else 1
         high = solve(chain, memory_budget=2**60, strategy="store-all").peak_bytes
         for bandwidth in (scale, 20 * scale):

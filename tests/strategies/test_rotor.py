@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from tests.chains import FEATURES, SIZES, long_chain, random_chain, random_chains, with_random_seconds
+from tests.chains import NESTED_FEATURES, SIZES, long_chain, random_chain, random_chains, with_random_seconds
 from tests.search import Nested, curve, fastest, nested_schedules
 
 from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, simulate, solve
@@ -27,14 +27,16 @@ def check_curve(chain: Chain, strategy: str, expected: list[tuple[int, float]]) 
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("features", [(), *((feature,) for feature in FEATURES)], ids=lambda given: " ".join(given))
+@pytest.mark.parametrize(
+    "features", [(), *((feature,) for feature in NESTED_FEATURES)], ids=lambda given: " ".join(given)
+)
 def test_it_equals_an_exhaustive_search_of_its_class(sizes: str, features: tuple[str, ...]) -> None:
     for num_stages in (1, 2, 3, 4, 4):
         chain = random_chain(num_stages, num_stages, sizes=sizes, features=features)
         check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, num_stages)))
 
 
-@pytest.mark.parametrize("chain", random_chains(12, 5), ids=lambda chain: chain.name)
+@pytest.mark.parametrize("chain", random_chains(12, 5, features=NESTED_FEATURES), ids=lambda chain: chain.name)
 def test_it_equals_an_exhaustive_search_with_features_mixed(chain: Chain) -> None:
     check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, 5)))
     uneven = with_random_seconds(chain, seed=1)
@@ -43,7 +45,7 @@ def test_it_equals_an_exhaustive_search_with_features_mixed(chain: Chain) -> Non
 
 @pytest.mark.parametrize("num_stages", [8, 9, 17, 23])
 def test_it_equals_a_plain_recursion_on_longer_chains(num_stages: int) -> None:
-    for chain in random_chains(12, num_stages)[num_stages % 3 :: 3]:
+    for chain in random_chains(12, num_stages, features=NESTED_FEATURES)[num_stages % 3 :: 3]:
         uneven = with_random_seconds(chain, seed=num_stages)
         reference = Nested(uneven)
         top = solve(uneven, memory_budget=2**40, strategy="rotor").peak_bytes
@@ -60,13 +62,17 @@ def test_it_equals_a_plain_recursion_on_longer_chains(num_stages: int) -> None:
 
 
 def test_plain_recursion_and_listing_agree() -> None:
-    for chain in random_chains(18, 4):
+    for chain in random_chains(18, 4, features=NESTED_FEATURES):
         reference = Nested(chain)
         for peak, seconds in curve(chain, nested_schedules(chain, 1, 4)):
             assert reference.seconds(peak) == seconds
 
 
-@pytest.mark.parametrize("chain", [*random_chains(36, 3), *random_chains(9, 4)], ids=lambda chain: chain.name)
+@pytest.mark.parametrize(
+    "chain",
+    [*random_chains(36, 3, features=NESTED_FEATURES), *random_chains(9, 4, features=NESTED_FEATURES)],
+    ids=lambda chain: chain.name,
+)
 def test_no_persistent_schedule_beats_it(chain: Chain) -> None:
     top = solve(chain, memory_budget=2**60, strategy="rotor").peak_bytes
     least = fastest(chain, top, persistent=True)

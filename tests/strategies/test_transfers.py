@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from tests.chains import random_chains
+from tests.chains import NESTED_FEATURES, random_chains
 from tests.search import nested_schedules
 
 from lowtide import Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage, simulate
@@ -83,7 +83,7 @@ def test_with_the_right_values_no_placement_is_faster() -> None:
 @pytest.mark.parametrize("duplex", [True, False])
 def test_the_clocks_are_the_simulators_and_memory_keeps_to_the_budget(duplex: bool) -> None:
     rng = random.Random(7)
-    for chain in random_chains(60, 4):
+    for chain in random_chains(60, 4, features=NESTED_FEATURES):
         orders = list(nested_schedules(chain, 1, 4))
         profile = Profile(chain, rng.choice(orders))
         low, high = profile.need_bytes(), profile.need_bytes(())

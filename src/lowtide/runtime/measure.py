@@ -6,6 +6,7 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 | field | what is measured |
 | --- | --- |
 | `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
+| `rerun_seconds` | of a forward that ends with the last tensor it saves, before a matrix product or a convolution |
 | `output_bytes` | the storages of what the next stage reads, without what is held |
 | `saved_bytes` | what is more on the device after forward than before, the input being there in both |
 | `grad_bytes` | the gradients of these outputs |
@@ -275,6 +276,7 @@ def _stages(
             weight_bytes=weight.weight_bytes,
             weight_grad_bytes=weight.weight_grad_bytes,
             optimizer_bytes=weight.optimizer_bytes,
+            rerun_seconds=seconds[k - 1][0] * figure.rerun_share,
         )
         variants = [
             Variant(

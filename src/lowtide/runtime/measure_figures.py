@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +14,14 @@ from torch import nn
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.endings import saves_last_before_a_product
 from lowtide.runtime.measure_backward import BackwardStart
 from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
 from lowtide.runtime.measure_time import Timing, timed
 from lowtide.runtime.measure_variants import VariantCheck
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.sample import Sample
+from lowtide.runtime.saved import EndOfRunError
 from lowtide.runtime.split import Split, StageSplit, Unit
 from lowtide.runtime.stage_figures import StageFigures, with_held_gradients
 
@@ -121,10 +125,12 @@ class _Measurer:
         run = self._forward(k, leaves)
         wanted = leaves_behind(run.starts)
         seeds = [torch.ones_like(tensor) for tensor in run.starts]
+        ends_early = k < self._staged.num_stages and saves_last_before_a_product(run.outputs)
         del run
         forward = timed(lambda: self._forward(k, leaves), None, self._device)
         if not wanted:
             return replace(figure, forward=forward)
+        rerun = timed(lambda: self._forward_until_saved(k, leaves), None, self._device) if ends_early else None
         kept: list[_Run] = []
 
         def prepare() -> None:
@@ -132,7 +138,7 @@ class _Measurer:
             kept.append(self._forward(k, leaves))
 
         backward = timed(lambda: _backward(kept[0], wanted, seeds), prepare, self._device)
-        return replace(figure, forward=forward, backward=backward)
+        return replace(figure, forward=forward, backward=backward, rerun=rerun)
 
     def like(self, figure: StageFigures, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
         """The figures of stage k, which is of the same kind as another: only whose parameters it reads is its own."""
@@ -206,9 +212,24 @@ class _Measurer:
         result, target = self._staged.finish(outputs)
         return _Run(outputs, result, [tensor for tensor in target if tensor.requires_grad])
 
+    def _forward_until_saved(self, k: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run stage k until the last tensor that it saves is there, as a step does when nobody wants its output."""
+        saved: list[torch.Tensor] = []
+        num_saved = self._staged.num_saved(k)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            if len(saved) == num_saved:
+                raise EndOfRunError
+            return saved[-1]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is), suppress(EndOfRunError):
+            self._forward(k, leaves)
+        return saved
+
     def _measured_bytes(self, k: int, leaves: Sequence[torch.Tensor]) -> StageFigures:
         """All but the times."""
-        with Meter(self._device, search=False) as meter:
+        with Meter(self._device, search=False) as meter, _no_collection():
             self._warm_up(k, leaves)
             before_bytes = meter.live_bytes
             meter.reset_peak()
@@ -312,6 +333,18 @@ class _Measurer:
         parameters = tuple(self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names)
         held = {origins.get(id(leaf)) for leaf in leaves if id(leaf) not in self._names}
         return parameters, tuple(sorted(origin for origin in held if origin is not None and origin[0] > 0))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's collector from freeing, in the midst of counting, what others left behind (compilers do)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _backward(

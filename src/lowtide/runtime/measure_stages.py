@@ -204,6 +204,10 @@ class StagedModel:
         found = _loss_in(result)
         return [found] if found is not None else [t for t in tensors_of(result) if t.requires_grad]
 
+    def num_saved(self, k: int) -> int:
+        """How many tensors stage k saved when the model ran, as often as each was saved."""
+        return len(self._saved[k])
+
     def check_saved(self, k: int, saved: list[Saved]) -> None:
         """Refuse a stage that saved something else when it ran again."""
         if saved == self._saved[k]:

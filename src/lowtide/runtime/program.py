@@ -112,10 +112,7 @@ class Program:
             frozenset(
                 index
                 for index, mode in modes.items()
-                if mode is Mode.HOLD
-                and (k := operations[index].stage) < num_stages
-                and backward[k + 1] < index
-                and not moved & {("a", k), ("abar", k)}
+                if mode is Mode.HOLD and (k := operations[index].stage) < num_stages and backward[k + 1] < index
             ),
         )
 

@@ -30,6 +30,7 @@ class StageFigures:
         held: the origins of the held tensors whose gradients its backward adds to.
         forward: time of a forward that saves all.
         backward: time of the backward.
+        rerun: time of a forward that ends with the last tensor that it saves; None where that is its end.
         variants: the names and figures of other ways to run it, each found to compute the same.
         notes: what people should know of it, such as variants that were refused.
     """
@@ -46,8 +47,16 @@ class StageFigures:
     held: tuple[Origin, ...] = ()
     forward: Timing = NOTHING
     backward: Timing = NOTHING
+    rerun: Timing | None = None
     variants: tuple[tuple[str, StageFigures], ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def rerun_share(self) -> float:
+        """What part of a forward's time such a forward takes."""
+        if self.rerun is None or self.rerun.seconds >= self.forward.seconds:
+            return 1.0
+        return self.rerun.seconds / self.forward.seconds
 
     def variant(self, name: str) -> StageFigures:
         """The figures of a variant; the stage's own where it has none of that name."""

@@ -9,6 +9,9 @@ What stands beside the stages s..t while they are processed is delta[t] and the 
 `Costs.beside`. The bytes available to s..t are the budget less what is fixed and less what the schedules around it
 store, a[s-1] included; `Costs.beside` counts against them.
 
+What s..t ends with, forward t and at once backward t, is after the backward of t+1, so that nobody wants a[t] any more:
+for t < n that forward takes `rerun_seconds`.
+
 | rotor | here |
 | --- | --- |
 | C_BP(s, t, m) | `least_seconds + slower(s, t, m)`: tables hold the time above the fastest schedule of s..t |
@@ -48,7 +51,9 @@ class Costs(NamedTuple):
     forward_until: Seconds
     """The seconds of forward 1..k, as variant 0."""
     split_until: Seconds
-    """`split_until[p] - forward_until[s-1]` is what a split of s..t at p costs above the fastest schedule."""
+    """`split_until[p] - forward_until[s-1]` is what a split of s..t at p costs above the fastest schedule.
+
+    It never falls with p: what is not run at the end of s..p-1 is part of its forward."""
     first_way: Indices
     way_saved: Bytes
     """What abar takes."""
@@ -58,6 +63,8 @@ class Costs(NamedTuple):
     """The peak of the backward, everything counted."""
     way_slower: Seconds
     """Forward and backward this way, above the stage's fastest way."""
+    way_slower_last: Seconds
+    """The same where the stage is the last of s..t."""
     fastest_seconds: float
     """The time of the fastest schedule of 1..n."""
 
@@ -82,13 +89,17 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
     forward_until = np.concatenate(([0.0], np.cumsum([stage.forward_seconds for stage in chain.stages])))
     delay = 1 if saves_ahead else 2  # without saving ahead, each forward but the last runs twice anyway
     seconds = 0.0 if saves_ahead else float(forward_until[n - 1])
-    ways: list[tuple[int, int, int, float]] = []
+    ways: list[tuple[int, int, int, float, float]] = []
     first_way = [0, 0]
+    gains = [0.0]  # of the fastest way of stage k, what ending early at the end of s..k spares
     for k, stage in enumerate(chain.stages, start=1):
         own = [stage.variant(v) for v in range(stage.num_variants if variants else 1)]
         fastest = min(way.forward_seconds + way.backward_seconds for way in own)
-        seconds += fastest
-        for way in own:
+        last_seconds = [(way.rerun_seconds if k < n else way.forward_seconds) + way.backward_seconds for way in own]
+        fastest_last = min(last_seconds)
+        gains.append(fastest - fastest_last)
+        seconds += fastest if saves_ahead else fastest_last
+        for way, as_last in zip(own, last_seconds, strict=True):
             during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1] + way.backward_extra_bytes
             ways.append(
                 (
@@ -96,22 +107,27 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
                     way.saved_bytes + way.forward_extra_bytes,
                     way.saved_bytes + during_backward,
                     way.forward_seconds + way.backward_seconds - fastest,
+                    as_last - fastest_last,
                 )
             )
         first_way.append(len(ways))
-    saved, forward, backward, slower = zip(*ways, strict=True)
+    saved, forward, backward, slower, slower_last = zip(*ways, strict=True)
+    split_until = np.array([forward_until[max(p - delay, 0)] for p in range(n + 1)])
+    if saves_ahead:
+        split_until[1:] -= gains[:-1]
     return Costs(
         saves_ahead=saves_ahead,
         activation=np.array([chain.activation_bytes(k) for k in range(n + 1)], np.int64),
         beside=np.array(beside, np.int64),
         forward_extra=np.array([0, *(stage.forward_extra_bytes for stage in chain.stages)], np.int64),
         forward_until=forward_until,
-        split_until=np.array([forward_until[max(p - delay, 0)] for p in range(n + 1)]),
+        split_until=split_until,
         first_way=np.array(first_way, np.int64),
         way_saved=np.array(saved, np.int64),
         way_forward=np.array(forward, np.int64),
         way_backward=np.array(backward, np.int64),
         way_slower=np.array(slower, np.float64),
+        way_slower_last=np.array(slower_last, np.float64),
         fastest_seconds=seconds,
     )
 

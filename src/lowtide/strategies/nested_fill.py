@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lowtide.strategies.kernels import fast_kernel, kernel
 from lowtide.strategies.nested import Costs, Seconds
-from lowtide.strategies.nested_least import Least, own_peak
+from lowtide.strategies.nested_least import Least, own_peak, slower_as
 from lowtide.strategies.nested_rows import (
     BLOCK,
     Rows,
@@ -146,7 +146,7 @@ def _try_all(
                 shifted(least, rows, unit_bytes, s + 1, t, saved, begin, work[: end - begin])
                 lower(row[begin - low : end - low], work[: end - begin], costs.way_slower[way])
         if flat < high:
-            row[flat - low] = min(row[flat - low], costs.way_slower[way])
+            row[flat - low] = min(row[flat - low], slower_as(costs, way, s, t))
 
 
 @fast_kernel

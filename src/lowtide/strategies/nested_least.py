@@ -67,16 +67,22 @@ def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int
         return best, best_slower, max(during_forward, costs.activation[s] + ample[s + 1, t], ample[s, s])
     for way in range(costs.first_way[s], costs.first_way[s + 1]):
         needs = at_most = own_peak(costs, way, t)
-        takes = costs.way_slower[way]
+        own_slower = takes = slower_as(costs, way, s, t)
         if s < t:
             needs = max(needs, costs.way_saved[way] + least[s + 1, t])
             at_most = max(at_most, costs.way_saved[way] + ample[s + 1, t])
             takes += slower[s + 1, t]
         if needs < best or (needs == best and takes < best_slower):
             best, best_slower = needs, takes
-        if costs.way_slower[way] == 0.0:
+        if own_slower == 0.0:
             most = min(most, at_most)
     return best, best_slower, most
+
+
+@kernel
+def slower_as(costs: Costs, way: int, s: int, t: int) -> float:
+    """What a way of stage s takes above its fastest, at the beginning of s..t."""
+    return float(costs.way_slower_last[way] if s == t else costs.way_slower[way])
 
 
 @kernel

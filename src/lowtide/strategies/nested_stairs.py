@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.strategies.kernels import kernel
 from lowtide.strategies.nested import Bytes, Costs, Indices, Seconds
-from lowtide.strategies.nested_least import forward_peak, own_peak
+from lowtide.strategies.nested_least import forward_peak, own_peak, slower_as
 
 _NEVER = 2**62
 
@@ -124,7 +124,7 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
 def _option_all(costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: int, t: int, most: int) -> int:
     """The staircase of starting s..t with `all`, into the scratch's place 2; return how many stairs it has."""
     to_bytes, to_slower = scratch.from_bytes[2], scratch.slower[2]
-    peak, saved, seconds = own_peak(costs, way, t), costs.way_saved[way], costs.way_slower[way]
+    peak, saved, seconds = own_peak(costs, way, t), costs.way_saved[way], slower_as(costs, way, s, t)
     if s == t:
         to_bytes[0], to_slower[0] = peak, seconds
         return 1 if peak <= most else 0

@@ -18,7 +18,7 @@ import numpy as np
 from lowtide.strategies.kernels import kernel
 from lowtide.strategies.nested import Bytes, Costs, Indices
 from lowtide.strategies.nested_fill import fill_rows
-from lowtide.strategies.nested_least import Least, forward_peak, least_memory, own_peak
+from lowtide.strategies.nested_least import Least, forward_peak, least_memory, own_peak, slower_as
 from lowtide.strategies.nested_rows import Rows, empty_rows, slower_by_rows
 from lowtide.strategies.nested_stairs import Stairs, empty_stairs, slower_by_stairs, stairs_of
 from lowtide.strategies.slots import Slots
@@ -53,7 +53,7 @@ def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -
     if s == t or costs.saves_ahead:
         for way in range(costs.first_way[s], costs.first_way[s + 1]):
             if own_peak(costs, way, t) <= available_bytes:
-                seconds = costs.way_slower[way]
+                seconds = slower_as(costs, way, s, t)
                 if s < t:
                     seconds += _slower(known, s + 1, t, available_bytes - costs.way_saved[way])
                 if seconds < best:
@@ -90,7 +90,7 @@ def _read_off(costs: Costs, known: _Known, decisions: Indices, pending: Indices)
             num_pending = _put(pending, num_pending, s, p - 1, available)
             num_pending = _put(pending, num_pending, p, t, available - costs.activation[p - 1])
         else:
-            seconds += costs.way_slower[decision]
+            seconds += slower_as(costs, decision, s, t)
             if s < t:
                 num_pending = _put(pending, num_pending, s + 1, t, available - costs.way_saved[decision])
     return num_decisions, seconds

@@ -6,6 +6,7 @@ which saves everything. Going back, each segment is run once more, saving everyt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Segmentation:
 
 def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
     """What it costs to cut a chain so; `costs` are the chain's, as variant 0."""
-    again = costs.forward_until[starts[-1] - 1]
+    again = sum(costs.split_until[p] - costs.forward_until[s - 1] for s, p in itertools.pairwise(starts))
     return Segmentation(starts, chain.compute_seconds + float(again), outside_bytes(chain) + _peak(costs, starts))
 
 

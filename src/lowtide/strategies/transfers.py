@@ -158,6 +158,7 @@ class _Reader:
         self.made: dict[Value, int] = {("a", 0): -1}
         self.touched: dict[Value, int] = {("a", 0): -1}
         self.variant: dict[int, int] = {}
+        self.next_backward = chain.num_stages
         self.stored = chain.fixed_bytes + chain.input_bytes + chain.gradient_bytes(chain.num_stages)
         self.gaps: list[Gap] = []
 
@@ -177,7 +178,9 @@ class _Reader:
         made: Value = ("abar", k) if save == "all" else ("a", k)
         num_bytes = way.saved_bytes if save == "all" else stage.output_bytes
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
-        self._note(position, way.forward_seconds, num_bytes + way.forward_extra_bytes)
+        is_unwanted = save == "all" and k == self.next_backward < self.chain.num_stages
+        seconds = way.rerun_seconds if is_unwanted else way.forward_seconds
+        self._note(position, seconds, num_bytes + way.forward_extra_bytes)
         self.sizes[made] = num_bytes
         self.made[made] = self.touched[made] = position
         self.stored += num_bytes
@@ -199,6 +202,7 @@ class _Reader:
         for value in (("abar", k), ("a", k - 1)):
             if value in self.sizes:
                 self._remove(position, value)
+        self.next_backward = k - 1
 
     def _note(self, position: int, seconds: float, transient_bytes: int) -> None:
         self.profile.seconds[position] = seconds
