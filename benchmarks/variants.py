@@ -10,6 +10,7 @@ The rows that matter most come first; a run that is cut short leaves valid resul
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def measure_network(run: Run, network: Network) -> None:
-    """All rows of one network; those of an earlier run go."""
+    """The rows of one network's blocks; those of an earlier run go."""
     torch.manual_seed(0)
     run.rows = [row for row in run.rows if row.network != network.title]
     run.stages.pop(network.title, None)
@@ -122,6 +123,12 @@ def measure_network(run: Run, network: Network) -> None:
         _rows_of_single_variants(run, network, (model, batch), compiled)
     finally:
         compiled.remove()
+
+
+def measure_whole(run: Run, network: Network) -> None:
+    """The rows of a network that is compiled as a whole: each takes the compiler a minute."""
+    torch.manual_seed(0)
+    model, batch = network.make(str(run.device), None)
     for memory_budget in (1.0, 0.5):
 
         def whole(row: Row, memory_budget: float = memory_budget) -> None:
@@ -245,10 +252,10 @@ def main(given: Sequence[str] | None = None) -> None:
     networks = [n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.name, arguments.only)]
     try:
         with run.clock.enforced():
-            for network in networks:
+            for measure, network in itertools.product((measure_network, measure_whole), networks):
                 print(f"\n{network.title}", flush=True)
                 try:
-                    measure_network(run, network)
+                    measure(run, network)
                 except (lowtide.LowtideError, RuntimeError) as error:
                     print(f"         {harness.reason(error)}", flush=True)
                 harness.release(device)

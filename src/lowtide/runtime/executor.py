@@ -265,6 +265,15 @@ class Step:
         """a[k-1], by itself or inside abar[k-1]."""
         return self.values.get(("a", k - 1)) or self.values.get(("abar", k - 1))
 
+    def _let_input_go(self, k: int) -> None:
+        """Nobody reads a[k-1] any more; what autograd keeps of it stays."""
+        alone = self.values.pop(("a", k - 1), None)
+        if alone is not None:
+            alone.leave()
+        around = self.values.get(("abar", k - 1))
+        if around is not None:
+            around.keep_only(())
+
     # Running a stage again
 
     def _repeat(self, operation: Forward, mode: Mode) -> None:
@@ -284,6 +293,8 @@ class Step:
             sorter.finish(inputs, self._fixed(tape))
         made = dict(zip(tape.outputs, outputs, strict=True)) if outputs and self.program.keeps_outputs(k) else {}
         self._produce(operation, k, made, sorter)
+        if self.next_index in self.program.last_reads:
+            self._let_input_go(k)
         self.machine.counters.num_recomputed += self.program.sizes[k - 1]
 
     def _run_for_backward(

@@ -47,7 +47,7 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split
-from lowtide.runtime.stage_figures import StageFigures
+from lowtide.runtime.stage_figures import StageFigures, passing_bytes
 
 # How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
 _MOST_ATTEMPTS = 8
@@ -264,14 +264,16 @@ def _stages(
         more_bytes = max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
         if grads_resident:  # each new gradient stands beside the old one until it is added to it
             more_bytes += figure.largest_weight_grad_bytes
+        # a[k-1] counts as stored until backward k; where it goes before, that much less of what stage k saves counts
+        gone_bytes = _gone_bytes(figures, k, figure)
         stage = Stage(
             entry.name,
             forward_seconds=seconds[k - 1][0],
             backward_seconds=seconds[k - 1][1],
             output_bytes=figure.output_bytes,
-            saved_bytes=figure.saved_bytes,
+            saved_bytes=figure.saved_bytes - gone_bytes,
             grad_bytes=figure.grad_bytes,
-            forward_extra_bytes=figure.forward_extra_bytes + kept_bytes,
+            forward_extra_bytes=max(figure.forward_extra_bytes, figure.saving_extra_bytes + gone_bytes) + kept_bytes,
             backward_extra_bytes=_backward_extra_bytes(figure, weight, kept_bytes) + more_bytes,
             weight_bytes=weight.weight_bytes,
             weight_grad_bytes=weight.weight_grad_bytes,
@@ -282,11 +284,12 @@ def _stages(
             Variant(
                 name,
                 *seconds_as[name][k - 1],
-                max(each.saved_bytes, figure.output_bytes),
-                each.saving_extra_bytes + kept_bytes,  # only a forward that saves all is counted as a variant's
+                max(each.saved_bytes - gone, figure.output_bytes),
+                each.saving_extra_bytes + gone + kept_bytes,  # only a forward that saves all is counted as a variant's
                 _backward_extra_bytes(each, weight, kept_bytes) + more_bytes,
             )
             for name, each in figure.variants
+            for gone in [_gone_bytes(figures, k, each)]
         ]
         stages.append(replace(stage, variants=tuple(_not_dominated(stage, variants))))
     return stages
@@ -298,6 +301,13 @@ def _paced_seconds(figures: Sequence[StageFigures], overhead: tuple[Timing, Timi
     backwards = [figure.backward.without_overhead(overhead[1]) for figure in figures]
     seconds = paced([*forwards, *reversed(backwards)])
     return list(zip(seconds[: len(figures)], reversed(seconds[len(figures) :]), strict=True))
+
+
+def _gone_bytes(figures: Sequence[StageFigures], k: int, figure: StageFigures) -> int:
+    """What of a[k-1] is let go when stage k, run as these figures say, has saved what its backward needs."""
+    if k == 1:
+        return 0
+    return min(passing_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
 
 
 def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes: int) -> int:

@@ -29,6 +29,7 @@ from lowtide.runtime.stage_figures import StageFigures, with_held_gradients
 _LEAST_SHARE = 0.01
 
 Progress = Callable[[str, float], None]
+_Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(slots=True)
@@ -63,9 +64,14 @@ def measured_stages(
         report = partial(_report, progress, stage.name, k, split.num_stages)
         report("", 0.0)
         known = of_kind.get(stage.kind)
-        figure = measurer.measured(k, inputs) if known is None else measurer.like(known, k, inputs)
-        if known is None and compiled is not None:
-            figure = measurer.with_variants(figure, k, inputs, compiled, report, allow_rounding=allow_rounding)
+        if known is not None and k < split.num_stages:  # the caller has the last one's result: it is measured anyway
+            figure = measurer.like(known, k, inputs)
+        else:
+            figure = measurer.measured(k, inputs)
+            if compiled is not None:
+                figure = measurer.with_variants(figure, k, inputs, compiled, report, allow_rounding=allow_rounding)
+            if known is not None:
+                figure = replace(figure, notes=())  # they are there already
         if stage.kind:
             of_kind[stage.kind] = figure
         figures.append(measurer.with_first_peak(figure, k))
@@ -233,8 +239,16 @@ class _Measurer:
             self._warm_up(k, leaves)
             before_bytes = meter.live_bytes
             meter.reset_peak()
-            with torch.autograd.graph.saved_tensors_hooks(meter.see, _as_it_is):  # what compiled code saves is seen so
+            saved = set[int]()
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                saved.update(storages_of(tensor))
+                return meter.see(tensor)  # what compiled code saves is seen so
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
                 run = self._forward(k, leaves)
+            saves_input = not saved.isdisjoint(storages_of(leaves))
+            saves_output = not saved.isdisjoint(self._output_storages(k, run)[0])
             _see(meter, run.outputs)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = self._output_bytes(k, run)
@@ -257,6 +271,8 @@ class _Measurer:
             forward_extra_bytes=max(0, extra_bytes),
             saving_extra_bytes=max(0, saving_extra_bytes),
             own_held_bytes=held_bytes,
+            saves_input=saves_input,
+            saves_output=saves_output,
         )
 
     def _warm_up(self, k: int, leaves: Sequence[torch.Tensor]) -> None:
@@ -312,12 +328,17 @@ class _Measurer:
 
     def _output_bytes(self, k: int, run: _Run) -> tuple[int, int]:
         """The bytes of the stage's outputs, and of those tensors of its own that are held."""
+        outputs, held = self._output_storages(k, run)
+        return _total(outputs.values()), _total(held.values())
+
+    def _output_storages(self, k: int, run: _Run) -> tuple[_Storages, _Storages]:
+        """The storages of the stage's outputs, and of those tensors of its own that are held."""
         stage = self._staged.stage(k)
         held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
         held_storages = storages_of(held)
         visible = [run.outputs[: len(stage.outputs)], run.starts if k == self._staged.num_stages else []]
         outputs = {key: storage for key, storage in storages_of(visible).items() if key not in held_storages}
-        return _total(outputs.values()), _total(held_storages.values())
+        return outputs, held_storages
 
     def _grad_bytes(self, k: int, run: _Run) -> int:
         if k == self._staged.num_stages:

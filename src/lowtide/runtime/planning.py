@@ -30,8 +30,8 @@ from lowtide.solve import Solution, solve
 from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, format_seconds
 
-# A prediction that is off by more than this is corrected; it is what the documentation promises.
-_TOLERANCE = 0.05
+# A prediction that is off by more than this is corrected, and what it leaves of the budget used; 5 % are promised.
+_TOLERANCE = 0.02
 
 # A gradient no larger than this is that of a single number, a loss: the largest dtype has 16 bytes.
 _LARGEST_NUMBER_BYTES = 16

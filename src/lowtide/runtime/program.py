@@ -48,6 +48,8 @@ class Program:
         last_prefetch: for each value that is fetched, the index of the last time.
         variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
         sizes: how many of the schedule's own stages each stage here stands for.
+        last_reads: the repeated forwards, by their index in the list, after which nobody reads the stage's input: what
+            its backward needs of it autograd has.
         unwanted: the repeated forwards, by their index in the list, whose output nobody wants: the backward of the next
             stage is over.
     """
@@ -63,6 +65,7 @@ class Program:
     last_prefetch: dict[Value, int]
     variants: tuple[int, ...]
     sizes: tuple[int, ...]
+    last_reads: frozenset[int]
     unwanted: frozenset[int]
 
     @classmethod
@@ -109,6 +112,7 @@ class Program:
             {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
             _variants(operations, num_stages),
             coarse.sizes,
+            frozenset(i for i, mode in modes.items() if mode is Mode.HOLD and _is_last_read(operations, i, backward)),
             frozenset(
                 index
                 for index, mode in modes.items()
@@ -154,6 +158,17 @@ def _variants(operations: tuple[Operation, ...], num_stages: int) -> tuple[int, 
                 )
             variants[operation.stage] = operation.variant
     return tuple(variant or 0 for variant in variants)
+
+
+def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...]) -> bool:
+    """Whether the input of the stage that runs at an index is neither read nor moved from there to its backward."""
+    k = operations[index].stage
+    for later in operations[index + 1 : backward[k]]:
+        if isinstance(later, Forward) and later.stage == k:
+            return False
+        if not isinstance(later, Forward | Backward) and later.value in (("a", k - 1), ("abar", k - 1)):
+            return False
+    return True
 
 
 def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool) -> Mode:

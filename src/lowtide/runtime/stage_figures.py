@@ -26,6 +26,8 @@ class StageFigures:
             below 0 where much is let go before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
         own_held_bytes: tensors that it makes and that are held.
+        saves_input: whether autograd keeps any of its input for its backward.
+        saves_output: whether autograd keeps any of its output for its backward.
         parameters: the names of those that its backward reaches.
         held: the origins of the held tensors whose gradients its backward adds to.
         forward: time of a forward that saves all.
@@ -43,6 +45,8 @@ class StageFigures:
     backward_peak_bytes: int = 0
     largest_weight_grad_bytes: int = 0
     own_held_bytes: int = 0
+    saves_input: bool = True
+    saves_output: bool = True
     parameters: tuple[str, ...] = ()
     held: tuple[Origin, ...] = ()
     forward: Timing = NOTHING
@@ -71,6 +75,19 @@ class StageFigures:
             backward_peak_bytes=self.backward_peak_bytes + backward_bytes,
             variants=tuple((name, each.with_more(forward_bytes, backward_bytes)) for name, each in self.variants),
         )
+
+
+def passing_bytes(before: StageFigures, figure: StageFigures) -> int:
+    """The bytes of a stage's input that are let go when its forward is over: neither it nor its maker saves them.
+
+    A normalisation that computes in float32 saves its own copy, and so may compiled code that lays out its input anew.
+
+    Args:
+        before: the stage that makes the input, and its variants.
+        figure: the stage, or a variant of it.
+    """
+    is_saved = before.saves_output or any(each.saves_output for _, each in before.variants) or figure.saves_input
+    return 0 if is_saved else before.output_bytes
 
 
 def with_held_gradients(figures: Sequence[StageFigures], num_bytes: Mapping[Origin, int]) -> list[StageFigures]:
