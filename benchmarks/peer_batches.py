@@ -104,8 +104,8 @@ def ways_of(run: Run, network: Network) -> dict[str, Way]:
     @contextmanager
     def planned(model: nn.Module, batch: Any, limit_bytes: int) -> Iterator[Any]:
         budget = int(limit_bytes * (1 - LEFT_FOR_GAPS)) if run.device.type == "cuda" else limit_bytes
-        optimizer = harness.without_state(model)
-        with lowtide.fit(model, batch, memory_budget=budget, optimizer=optimizer, strategy="rotor", bandwidth=0):
+        options: dict[str, Any] = {"optimizer": harness.without_state(model), "keeps_result": False}
+        with lowtide.fit(model, batch, memory_budget=budget, strategy="rotor", bandwidth=0, **options):
             yield model
 
     def segments(model: nn.Module, _: Any, __: int) -> AbstractContextManager[Call]:

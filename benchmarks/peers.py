@@ -220,7 +220,7 @@ def measure_lowtide(
 ) -> None:
     """Time and peak of a plan for a budget; None: the least that works."""
     begin = time.perf_counter()
-    options = {**options, "optimizer": harness.without_state(model)}
+    options = {**options, "optimizer": harness.without_state(model), "keeps_result": False}
     if budget is None:
         try:
             lowtide.fit(model, batch, memory_budget=1, **options).detach()

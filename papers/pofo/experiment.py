@@ -174,6 +174,7 @@ def scaled(chain: lowtide.Chain, factor: float) -> lowtide.Chain:
         replace(
             stage,
             forward_seconds=stage.forward_seconds * factor,
+            rerun_seconds=stage.rerun_seconds * factor,
             backward_seconds=stage.backward_seconds * factor,
             variants=tuple(
                 replace(

@@ -128,6 +128,43 @@ def test_inputs_that_nobody_saves_do_not_stay() -> None:
         assert 0.99 * solution.peak_bytes <= measured <= solution.peak_bytes
 
 
+class Classifier(nn.Module):
+    """Returns its loss and, in another dtype than the loss saves, far more logits than it has activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = deep(4), nn.Linear(64, 1024)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return {"loss": logits.double().logsumexp(-1).mean(), "logits": logits}
+
+
+@pytest.mark.parametrize("keeps_result", [True, False])
+def test_a_result_that_the_loop_lets_go_does_not_count(keeps_result: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(64, 64)
+    chain = measure(model, x, keeps_result=keeps_result)
+    with Meter("cpu") as meter:
+        result = model(x)
+        loss = result["loss"]
+        if not keeps_result:
+            del result
+        loss.backward()
+    predicted = store_all_peak(chain)
+    assert meter.peak_bytes <= predicted <= 1.01 * meter.peak_bytes
+    again = [
+        *(lowtide.Forward(k, "keep") for k in range(1, chain.num_stages)),
+        lowtide.Forward(chain.num_stages, "all"),
+    ]
+    again.append(lowtide.Backward(chain.num_stages))
+    for k in range(chain.num_stages - 1, 0, -1):
+        again += [lowtide.Forward(k, "all"), lowtide.Backward(k)]
+    logits_bytes = 64 * 1024 * 4
+    peaks = [step.peak_bytes for step in lowtide.simulate(chain, lowtide.Schedule("again", again)).steps]
+    assert (peaks[-1] > logits_bytes + sum(stage.weight_bytes for stage in chain.stages) * 2) == keeps_result
+
+
 EXACT = {
     "linear": lambda: (deep(), torch.randn(32, 64)),
     "transformer": lambda: (awkward.Transformerlike(), torch.randn(16, 16, 8)),

@@ -53,6 +53,7 @@ def fit(
     loss: Callable[[Any], Any] | None = None,
     stages: StageNames | None = None,
     grads_resident: bool = False,
+    keeps_result: bool = True,
     compile_stages: bool | Mapping[str, Any] = False,
     variants: bool | str = True,
     replan: bool = True,
@@ -75,6 +76,8 @@ def fit(
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
+        keeps_result: the training loop has the model's result in hand while backward runs (`output = model(x)`); False
+            where only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and plan with the compiled ones; a mapping holds options
             for `torch.compile`.
         variants: with `compile_stages`, also compile each block so that it saves less and computes more again inside
@@ -110,6 +113,7 @@ def fit(
         loss=loss,
         stages=stages,
         grads_resident=grads_resident,
+        keeps_result=keeps_result,
         slots=slots,
         strict=strict,
         progress=progress,

@@ -64,6 +64,7 @@ def measure(
     optimizer: Optimizer = None,
     name: str | None = None,
     grads_resident: bool = False,
+    keeps_result: bool = True,
     progress: Progress | None = None,
 ) -> Chain:
     """Measure what each stage of a model costs.
@@ -76,6 +77,7 @@ def measure(
         optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted.
         name: of the chain; None: the model's class.
         grads_resident: weight gradients exist from the start (accumulation over several steps).
+        keeps_result: the training loop has the model's result in hand while backward runs.
         progress: called with what is being done and the share done, 0 to 1.
 
     Returns:
@@ -97,6 +99,7 @@ def measure(
         optimizer=optimizer,
         name=name,
         grads_resident=grads_resident,
+        keeps_result=keeps_result,
         progress=progress,
     )
     return chain
@@ -170,6 +173,7 @@ def measure_split(
     optimizer: Optimizer = None,
     name: str | None = None,
     grads_resident: bool = False,
+    keeps_result: bool = True,
     progress: Progress | None = None,
     compiled: CompiledStages | None = None,
     allow_rounding: bool = False,
@@ -187,7 +191,15 @@ def measure_split(
         start_bytes = meter.live_bytes
     with preserved(model), _no_autocast_cache(device, compiled):
         figures, held_bytes = measured_stages(
-            model, split, called, loss, device, progress, compiled, allow_rounding=allow_rounding
+            model,
+            split,
+            called,
+            loss,
+            device,
+            progress,
+            compiled,
+            keeps_result=keeps_result,
+            allow_rounding=allow_rounding,
         )
         overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves

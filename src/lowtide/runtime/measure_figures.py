@@ -50,13 +50,14 @@ def measured_stages(
     progress: Progress | None,
     compiled: CompiledStages | None = None,
     *,
+    keeps_result: bool = True,
     allow_rounding: bool = False,
 ) -> tuple[list[StageFigures], int]:
     """The figures of each stage, and the bytes of the tensors that are held on top of the chain."""
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
-    measurer = _Measurer(staged, device)
+    measurer = _Measurer(staged, device, keeps_result=keeps_result)
     figures: list[StageFigures] = []
     of_kind: dict[str, StageFigures] = {}
     inputs = staged.first_inputs()
@@ -96,7 +97,7 @@ def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
     split = Split(tuple(StageSplit(name, (Unit(name),)) for name in ("0", "1")))
     staged = StagedModel(nn.Sequential(_View(), _View()), split, Sample.of(x))
     staged.record()
-    figure = _Measurer(staged, device).measured(1, staged.first_inputs())
+    figure = _Measurer(staged, device, keeps_result=True).measured(1, staged.first_inputs())
     return figure.forward, figure.backward
 
 
@@ -119,8 +120,9 @@ def _recorded(
 
 
 class _Measurer:
-    def __init__(self, staged: StagedModel, device: torch.device) -> None:
+    def __init__(self, staged: StagedModel, device: torch.device, *, keeps_result: bool) -> None:
         self._staged = staged
+        self._keeps_result = keeps_result
         self._device = device
         self._names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
 
@@ -216,7 +218,8 @@ class _Measurer:
         if k < self._staged.num_stages:
             return _Run(outputs, None, [tensor for tensor in outputs if tensor.requires_grad])
         result, target = self._staged.finish(outputs)
-        return _Run(outputs, result, [tensor for tensor in target if tensor.requires_grad])
+        starts = [tensor for tensor in target if tensor.requires_grad]
+        return _Run(outputs, result, starts) if self._keeps_result else _Run([], None, starts)
 
     def _forward_until_saved(self, k: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run stage k until the last tensor that it saves is there, as a step does when nobody wants its output."""
@@ -333,6 +336,8 @@ class _Measurer:
 
     def _output_storages(self, k: int, run: _Run) -> tuple[_Storages, _Storages]:
         """The storages of the stage's outputs, and of those tensors of its own that are held."""
+        if not run.outputs:  # the caller has the loss alone
+            return storages_of(run.starts), {}
         stage = self._staged.stage(k)
         held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
         held_storages = storages_of(held)

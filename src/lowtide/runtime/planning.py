@@ -64,6 +64,7 @@ class Settings:
     loss: Callable[[Any], Any] | None
     stages: StageNames | None
     grads_resident: bool
+    keeps_result: bool
     slots: int | None
     strict: bool
     progress: Callable[[str, float], None] | None
@@ -120,6 +121,7 @@ def measured_for(
                 loss=settings.loss,
                 optimizer=settings.optimizer,
                 grads_resident=settings.grads_resident,
+                keeps_result=settings.keeps_result,
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
@@ -196,7 +198,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
-    step = Step(sample, settings.loss, settings.optimizer, settings.grads_resident)
+    step = Step(sample, settings.loss, settings.optimizer, settings.grads_resident, settings.keeps_result)
     return rehearse(model, step, lambda handler: planned.execution(model, settings, handler), num_timed=num_timed)
 
 

@@ -29,12 +29,14 @@ class Step:
         loss: makes a loss of its result; None: the result is one, or contains one, or all of it counts.
         optimizer: the optimizer, or its kind.
         grads_resident: whether gradients are there from the beginning.
+        keeps_result: whether the model's result is in hand while backward runs.
     """
 
     sample: Sample
     loss: Callable[[Any], Any] | None
     optimizer: Optimizer
     grads_resident: bool
+    keeps_result: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def _run(model: nn.Module, step: Step) -> None:
     if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
         target = target["loss"]
     starts = [t for t in tensors_of(target) if t.requires_grad]
+    del target
+    if not step.keeps_result:
+        del result
     gradients = [
         (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
     ]
