@@ -262,6 +262,39 @@ def test_a_sparse_buffer():
         assert plan.stats().recomputed_per_step > 0
 
 
+def test_a_device_that_has_less_memory_than_the_budget_is_planned_for(monkeypatch):
+    budget, real = budget_of(1.3), planning._tried
+    tried = []
+
+    def limited(model, sample, planned, settings, **more):
+        tried.append(settings.memory_budget)
+        if planned.solution.peak_bytes > 0.75 * budget:
+            raise torch.OutOfMemoryError("the device is full")
+        return real(model, sample, planned, settings, **more)
+
+    monkeypatch.setattr(planning, "_tried", limited)
+    model, inputs = deep(), batches(SHAPE, 3)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+        assert plan.stats().predicted_peak_bytes <= 0.75 * budget
+        assert sum("ran out of device memory" in note for note in plan.notes) == 3  # 1, 0.9 and 0.81 of it
+        assert_equal(train(model, inputs), train(deep(), inputs))
+    assert tried[:4] == [budget, *(pytest.approx(budget * 0.9**k, abs=3) for k in (1, 2, 3))]
+
+
+def test_a_device_without_memory_is_said_to_be_so(monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(planning, "_tried", full)
+    with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
+        lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=budget_of(3), **RECOMPUTE)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=1, **RECOMPUTE)
+    little = int(1.05 * caught.value.minimum_bytes)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="ran out of device memory"):
+        lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=little, **RECOMPUTE)
+
+
 def test_copies_that_take_more_than_predicted_do_not_make_a_budget_too_small(monkeypatch):
     model, x = deep(), batches(SHAPE, 1)[0]
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ _LARGEST_NUMBER_BYTES = 16
 # predicted on an H200. Presumably the allocator's: it gives out up to a megabyte more than was asked for where it has a
 # block of about that size, and which blocks it has differs.
 _ROUNDING_BYTES = 4 * 2**20
+
+# How much less is planned for where a trial step ran out of memory although the budget would hold. An allocator cannot
+# use every byte: blocks of many sizes leave gaps. A tenth is also what is left by default.
+_LEFT_FOR_GAPS = 0.1
+_MOST_TIMES_OUT_OF_MEMORY = 3
 
 # Each correction may choose another schedule; after these, the best that was seen to stay within the budget is taken.
 _MOST_REHEARSALS = 3
@@ -98,7 +104,7 @@ def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Plan
     with many_compilations() if settings.compilation is not None else nullcontext():
         split, (chain, compiled) = measured_for(model, sample, settings)
         try:
-            return _rehearsed(model, sample, split, chain, settings), compiled
+            return _rehearsed_on_the_device(model, sample, split, chain, settings), compiled
         except BaseException:
             if compiled is not None:
                 compiled.remove()
@@ -133,6 +139,37 @@ def measured_for(
         return chain, compiled
 
     return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)
+
+
+def _rehearsed_on_the_device(
+    model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings
+) -> Planned:
+    """A schedule that a trial step has shown to stay within the budget, and the device to have the memory for.
+
+    Raises:
+        torch.OutOfMemoryError: where trial steps ran out of memory time and again.
+    """
+    notes: list[str] = []
+    while True:
+        try:
+            planned = _rehearsed(model, sample, split, chain, settings)
+            return dataclasses.replace(planned, notes=(*planned.notes, *notes))
+        except torch.OutOfMemoryError:
+            if len(notes) == _MOST_TIMES_OUT_OF_MEMORY:
+                raise
+        except InfeasibleBudgetError as error:
+            if not notes:
+                raise
+            message = f"{'; '.join(notes)}, and {error}"
+            raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
+        failed = settings.memory_budget
+        settings = dataclasses.replace(settings, memory_budget=int(failed * (1 - _LEFT_FOR_GAPS)))
+        notes.append(
+            f"within {format_bytes(failed)} a trial step ran out of device memory: others use it, or the allocator "
+            f"lost some between its blocks; planned for {format_bytes(settings.memory_budget)}"
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
