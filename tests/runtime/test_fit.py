@@ -288,11 +288,12 @@ def test_a_device_without_memory_is_said_to_be_so(monkeypatch):
     monkeypatch.setattr(planning, "_tried", full)
     with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
         lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=budget_of(3), **RECOMPUTE)
-    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=1, **RECOMPUTE)
-    little = int(1.05 * caught.value.minimum_bytes)
-    with pytest.raises(lowtide.InfeasibleBudgetError, match="ran out of device memory"):
-        lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=little, **RECOMPUTE)
+    little = 1
+    for _ in range(3):  # first the optimizer's step is too large, then the leanest schedule, then the device is full
+        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+            lowtide.fit(deep(), batches(SHAPE, 1)[0], memory_budget=little, **RECOMPUTE)
+        little = int(1.02 * caught.value.minimum_bytes)
+    assert "ran out of device memory" in str(caught.value)
 
 
 def test_copies_that_take_more_than_predicted_do_not_make_a_budget_too_small(monkeypatch):
