@@ -16,6 +16,8 @@ been computed. An operation that needs an arriving value, or that removes a leav
 | prefetch | a host copy, and not the value | stored + the value | + the value; a copy from the host is queued |
 | await | the value | stored | the value has arrived |
 
+A forward `all` of stage k after backward k+1 takes rerun_seconds[k]: a[k] is not wanted any more.
+
 A schedule that manages weights is one period of a cycle: the same list is run round after round until the state at the
 seam repeats, and its time is the steady period.
 """
@@ -39,10 +41,9 @@ from lowtide.schedule import (
     Value,
     as_schedule,
 )
-from lowtide.trace import CATEGORIES, Copy, Step, Trace
+from lowtide.stored import IN_FLIGHT, RECOMPUTED, Stored
+from lowtide.trace import Copy, Step, Trace
 from lowtide.units import parse_bandwidth
-
-_BASE, _WEIGHTS, _ACTIVATIONS, _SAVED, _RECOMPUTED, _IN_FLIGHT, _GRADIENTS = range(len(CATEGORIES))
 
 # A cycle of copies and computations settles within a few rounds; one that has not by then is averaged.
 _LARGEST_NUM_ROUNDS = 64
@@ -120,16 +121,13 @@ class _Machine:
         self.arriving: dict[Value, tuple[float, int]] = {}  # value -> end of its copy, the operation that queued it
         self.leaving: dict[Value, tuple[float, int]] = {}
         self.host: dict[Value, int] = dict.fromkeys(schedule.start.host, 0)  # value -> the variant of that copy
-        self.stored: dict[Value, int] = {}  # value -> bytes
-        self.category: dict[Value, int] = {}
-        self.by_category = [0] * len(CATEGORIES)
-        self.total = 0
+        self.stored = Stored()
         self.variant: dict[int, int] = {}  # the variant of each abar on the device
         for kind, k in schedule.start.device | schedule.start.host:
             if k > chain.num_stages:
                 raise ScheduleError(f"start names {[kind, k]}, but the chain has {chain.num_stages} stages")
         for value in schedule.start.device:
-            self._store(value, self._bytes_of(value))
+            self.stored.put(value, self._bytes_of(value))
         self.begin_round()
 
     # Rounds
@@ -137,25 +135,21 @@ class _Machine:
     def begin_round(self) -> None:
         """Set up a new period: fresh activations, the same weights, clocks that go on."""
         chain, manages = self.chain, self.schedule.manages
-        for kept in (self.stored, self.arriving, self.leaving, self.host):
+        for kept in (self.arriving, self.leaving, self.host):
             for value in [value for value in kept if value[0] not in manages]:
                 del kept[value]
-        base = chain.base_bytes
+        base_bytes = chain.base_bytes
         for stage in chain.stages:
-            base += stage.weight_bytes if "w" not in manages else 0
-            base += stage.optimizer_bytes if "opt" not in manages else 0
-        resident = sum(stage.weight_grad_bytes for stage in chain.stages) if chain.grads_resident else 0
-        self.by_category = [base, *[0] * (len(CATEGORIES) - 2), resident]
-        self.category = {value: self.category[value] for value in self.stored}
-        for value, num_bytes in self.stored.items():
-            self.by_category[self.category[value]] += num_bytes
-        self.total = sum(self.by_category)
-        self._store(("a", 0), chain.input_bytes)
-        self._store(("delta", chain.num_stages), chain.gradient_bytes(chain.num_stages))
+            base_bytes += stage.weight_bytes if "w" not in manages else 0
+            base_bytes += stage.optimizer_bytes if "opt" not in manages else 0
+        resident_bytes = sum(stage.weight_grad_bytes for stage in chain.stages) if chain.grads_resident else 0
+        self.stored.restart(manages, base_bytes, resident_bytes)
+        self.stored.put(("a", 0), chain.input_bytes)
+        self.stored.put(("delta", chain.num_stages), chain.gradient_bytes(chain.num_stages))
         self.next_backward = chain.num_stages
         self.has_run: set[int] = set()
         self.round_start = self.clock
-        self.start_by_category = tuple(self.by_category)
+        self.start_by_category = self.stored.by_category
         self.idle = 0.0
         self.steps: list[Step] = []
         self.copies: list[Copy] = []
@@ -193,7 +187,7 @@ class _Machine:
             shift = self.round_start
             self.steps = [_shifted(step, shift) for step in self.steps]
             self.copies = [_shifted(copy, shift) for copy in self.copies]
-        peak = max((step.peak_bytes for step in self.steps), default=self.total)
+        peak = max((step.peak_bytes for step in self.steps), default=self.stored.total_bytes)
         idle = self.idle if not self.schedule.manages else max(0.0, seconds - self._compute_seconds())
         return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies), self.start_by_category)
 
@@ -207,7 +201,7 @@ class _Machine:
         self.waited = 0.0
         self.waits_for: int | None = None
         self._check_stage(operation)
-        before = self.total
+        before = self.stored.total_bytes
         start = self.clock
         repeated = False
         if isinstance(operation, Forward):
@@ -225,9 +219,9 @@ class _Machine:
             else:
                 self._await(operation.value)
             end = self.clock
-            peak = max(before, self.total)
+            peak = max(before, self.stored.total_bytes)
             if not isinstance(operation, Release):
-                self.held = tuple(self.by_category)
+                self.held = self.stored.by_category
         self.idle += self.waited
         self.steps.append(
             Step(
@@ -239,8 +233,8 @@ class _Machine:
                 self.waits_for,
                 before,
                 peak,
-                self.total,
-                tuple(self.by_category),
+                self.stored.total_bytes,
+                self.stored.by_category,
                 self.held,
                 repeated,
             )
@@ -267,11 +261,11 @@ class _Machine:
                 seconds = way.rerun_seconds
         if made in self.stored:
             self._refuse(f"{_named(made)} is stored already")
-        peak = self.total + num_bytes + extra
+        peak = self.stored.total_bytes + num_bytes + extra
         start = self.clock
         self.clock = end = start + seconds
-        self._store(made, num_bytes, _RECOMPUTED if repeated and save == "all" else None)
-        self.held = tuple(self.by_category)
+        self.stored.put(made, num_bytes, RECOMPUTED if repeated and save == "all" else None)
+        self.held = self.stored.by_category
         if save == "all":
             self.variant[k] = operation.variant
             if self.host.get(made, operation.variant) != operation.variant:
@@ -294,14 +288,13 @@ class _Machine:
         way = stage.variant(self.variant[k])
         weight_grad = 0 if self.chain.grads_resident else stage.weight_grad_bytes
         gradient = self.chain.gradient_bytes(k - 1)
-        peak = self.total + gradient + weight_grad + way.backward_extra_bytes
+        peak = self.stored.total_bytes + gradient + weight_grad + way.backward_extra_bytes
         start = self.clock
         self.clock = end = start + way.backward_seconds
-        self._store(("delta", k - 1), gradient)
+        self.stored.put(("delta", k - 1), gradient)
         if not self.manages_weights:
-            self.by_category[_GRADIENTS] += weight_grad
-            self.total += weight_grad
-        self.held = tuple(self.by_category)
+            self.stored.add_gradients(weight_grad)
+        self.held = self.stored.by_category
         for value in (("delta", k), ("abar", k), ("a", k - 1)):
             if value in self.stored:
                 self._remove(value)
@@ -312,8 +305,8 @@ class _Machine:
 
     def _offload(self, value: Value) -> None:
         self._use(value)
-        self._move_to(value, _IN_FLIGHT)
-        end = self._copy("to host", value, self.stored[value])
+        self.stored.depart(value)
+        end = self._copy("to host", value, self.stored.bytes_of(value))
         self.leaving[value] = (end, self.index)
         self.host[value] = self.variant.get(value[1], 0) if value[0] == "abar" else 0
 
@@ -321,7 +314,7 @@ class _Machine:
         self._use(value)
         if value not in self.host:
             self._refuse(f"{_named(value)} has no current copy on the host; offload it first")
-        self.held = tuple(self.by_category)
+        self.held = self.stored.by_category
         self._remove(value)
 
     def _prefetch(self, value: Value) -> None:
@@ -332,7 +325,7 @@ class _Machine:
         if value[0] == "abar":
             self.variant[value[1]] = self.host[value]
         num_bytes = self._bytes_of(value)
-        self._store(value, num_bytes, _IN_FLIGHT)
+        self.stored.put(value, num_bytes, IN_FLIGHT)
         self.arriving[value] = (self._copy("to device", value, num_bytes), self.index)
 
     def _await(self, value: Value) -> None:
@@ -356,8 +349,8 @@ class _Machine:
             self._refuse(f"{_named(value)} is not on the device")
         if value in self.arriving:
             self._wait(*self.arriving.pop(value))
-        if self.category[value] == _IN_FLIGHT and value not in self.leaving:
-            self._move_to(value, _own_category(value))
+        if self.stored.is_in_flight(value) and value not in self.leaving:
+            self.stored.settle(value)
 
     def _use_input(self, k: int) -> None:
         """Need a[k-1], by itself or inside abar[k-1], whichever is there first."""
@@ -384,29 +377,13 @@ class _Machine:
         self.copies.append(Copy(self.index, direction, value, num_bytes, start, end))
         return end
 
-    def _store(self, value: Value, num_bytes: int, category: int | None = None) -> None:
-        if category is None:
-            category = _own_category(value)
-        self.stored[value] = num_bytes
-        self.category[value] = category
-        self.by_category[category] += num_bytes
-        self.total += num_bytes
-
     def _remove(self, value: Value) -> None:
         """Let a value go from the device, once no copy reads or writes it any more."""
         if value in self.leaving:
             self._wait(*self.leaving.pop(value))
         if value in self.arriving:
             self._wait(*self.arriving.pop(value))
-        num_bytes = self.stored.pop(value)
-        self.by_category[self.category.pop(value)] -= num_bytes
-        self.total -= num_bytes
-
-    def _move_to(self, value: Value, category: int) -> None:
-        num_bytes = self.stored[value]
-        self.by_category[self.category[value]] -= num_bytes
-        self.by_category[category] += num_bytes
-        self.category[value] = category
+        self.stored.take(value)
 
     def _bytes_of(self, value: Value) -> int:
         kind, k = value
@@ -423,15 +400,6 @@ class _Machine:
 
 
 _Timed = TypeVar("_Timed", Step, Copy)
-
-
-def _own_category(value: Value) -> int:
-    kind = value[0]
-    if kind == "a":
-        return _ACTIVATIONS
-    if kind == "abar":
-        return _SAVED
-    return _GRADIENTS if kind == "delta" else _WEIGHTS
 
 
 def _named(value: Value) -> str:

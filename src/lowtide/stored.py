@@ -1,0 +1,100 @@
+"""What is on the device while a schedule is simulated: each value with its bytes, and the bytes of each category."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lowtide.schedule import Value
+from lowtide.trace import CATEGORIES
+
+BASE, WEIGHTS, ACTIVATIONS, SAVED, RECOMPUTED, IN_FLIGHT, GRADIENTS = range(len(CATEGORIES))
+
+
+class Stored:
+    """The values on the device; what has no value of its own (the base, weight gradients) is known by its bytes alone.
+
+    Example:
+        >>> stored = Stored()
+        >>> stored.put(("a", 1), 4)
+        >>> ("a", 1) in stored, stored.total_bytes
+        (True, 4)
+    """
+
+    __slots__ = ("_by_category", "_bytes", "_categories", "total_bytes")
+
+    def __init__(self) -> None:
+        self._bytes: dict[Value, int] = {}
+        self._categories: dict[Value, int] = {}
+        self._by_category = [0] * len(CATEGORIES)
+        self.total_bytes = 0
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._bytes
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._bytes)
+
+    @property
+    def by_category(self) -> tuple[int, ...]:
+        """The bytes of each category, in the order of `trace.CATEGORIES`."""
+        return tuple(self._by_category)
+
+    def bytes_of(self, value: Value) -> int:
+        """The bytes of a value that is there."""
+        return self._bytes[value]
+
+    def is_in_flight(self, value: Value) -> bool:
+        """Whether a value that is there counts as on its way."""
+        return self._categories[value] == IN_FLIGHT
+
+    def restart(self, kept_kinds: Iterable[str], base_bytes: int, gradient_bytes: int) -> None:
+        """Begin anew with the values of some kinds, and with what has no value of its own."""
+        kinds = set(kept_kinds)
+        self._bytes = {value: num_bytes for value, num_bytes in self._bytes.items() if value[0] in kinds}
+        self._categories = {value: self._categories[value] for value in self._bytes}
+        self._by_category = [0] * len(CATEGORIES)
+        self._by_category[BASE], self._by_category[GRADIENTS] = base_bytes, gradient_bytes
+        for value, num_bytes in self._bytes.items():
+            self._by_category[self._categories[value]] += num_bytes
+        self.total_bytes = sum(self._by_category)
+
+    def put(self, value: Value, num_bytes: int, category: int | None = None) -> None:
+        """Add a value; None: in the category of its kind."""
+        if category is None:
+            category = _own_category(value)
+        self._bytes[value] = num_bytes
+        self._categories[value] = category
+        self._by_category[category] += num_bytes
+        self.total_bytes += num_bytes
+
+    def add_gradients(self, num_bytes: int) -> None:
+        """Add weight gradients."""
+        self._by_category[GRADIENTS] += num_bytes
+        self.total_bytes += num_bytes
+
+    def take(self, value: Value) -> None:
+        """Remove a value."""
+        num_bytes = self._bytes.pop(value)
+        self._by_category[self._categories.pop(value)] -= num_bytes
+        self.total_bytes -= num_bytes
+
+    def depart(self, value: Value) -> None:
+        """A value is on its way to the host."""
+        self._move(value, IN_FLIGHT)
+
+    def settle(self, value: Value) -> None:
+        """A value counts in the category of its kind."""
+        self._move(value, _own_category(value))
+
+    def _move(self, value: Value, category: int) -> None:
+        num_bytes = self._bytes[value]
+        self._by_category[self._categories[value]] -= num_bytes
+        self._by_category[category] += num_bytes
+        self._categories[value] = category
+
+
+_OF_KIND = {"a": ACTIVATIONS, "abar": SAVED, "delta": GRADIENTS}
+
+
+def _own_category(value: Value) -> int:
+    return _OF_KIND.get(value[0], WEIGHTS)
