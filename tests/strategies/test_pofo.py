@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
-from tests.chains import long_chain, random_chain, random_chains, with_random_seconds
+from tests.chains import NESTED_FEATURES, long_chain, random_chain, random_chains, with_random_seconds
 
 from lowtide import Chain, InfeasibleBudgetError, Solution, Stage, solve
 
@@ -98,3 +99,17 @@ def test_variants_are_chosen() -> None:
         schedule = solve(chain, memory_budget=budget, strategy="pofo", bandwidth=3).schedule
         used |= {entry[3] for entry in schedule.to_dict()["operations"] if entry[0] == "forward" and len(entry) > 3}
     assert used
+
+
+def test_forwards_that_may_end_early_do_not_disturb_the_search() -> None:
+    """The continuous model counts them in full; only the simulated time is less."""
+    for chain in random_chains(12, 5, features=NESTED_FEATURES):
+        plain = dataclasses.replace(
+            chain, stages=tuple(dataclasses.replace(stage, rerun_seconds=None) for stage in chain.stages)
+        )
+        least = minimum(plain, "pofo", 3)
+        for budget in (least, least + 5, least + 15):
+            ours = solve(chain, memory_budget=budget, bandwidth=3, strategy="pofo")
+            theirs = solve(plain, memory_budget=budget, bandwidth=3, strategy="pofo")
+            assert ours.model_seconds == theirs.model_seconds
+            assert ours.seconds <= theirs.seconds

@@ -74,13 +74,14 @@ class Costs(NamedTuple):
         return len(self.activation) - 1
 
 
-def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -> Costs:
+def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, reruns: bool = True) -> Costs:
     """The numbers of a chain that nested schedules depend on.
 
     Args:
         chain: the network.
         saves_ahead: allow a forward `all` well before its backward (rotor); False: only right before it (revolve).
         variants: try every variant of a stage for `all`; False: variant 0 alone.
+        reruns: count forwards that may end early with `rerun_seconds`; False: every forward in full.
     """
     n = chain.num_stages
     made = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages]
@@ -95,7 +96,10 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
     for k, stage in enumerate(chain.stages, start=1):
         own = [stage.variant(v) for v in range(stage.num_variants if variants else 1)]
         fastest = min(way.forward_seconds + way.backward_seconds for way in own)
-        last_seconds = [(way.rerun_seconds if k < n else way.forward_seconds) + way.backward_seconds for way in own]
+        may_end_early = reruns and k < n
+        last_seconds = [
+            (way.rerun_seconds if may_end_early else way.forward_seconds) + way.backward_seconds for way in own
+        ]
         fastest_last = min(last_seconds)
         gains.append(fastest - fastest_last)
         seconds += fastest if saves_ahead else fastest_last

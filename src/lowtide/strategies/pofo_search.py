@@ -67,7 +67,7 @@ class ContinuousModel:
     def of(cls, chain: Chain, bandwidth: int, *, recompute: bool) -> ContinuousModel:
         """The model of a chain."""
         arrays = arrays_of(chain, variants=recompute)
-        least_block = least_memory(costs_of(chain))
+        least_block = least_memory(costs_of(chain, reruns=False))  # the continuous model runs every forward in full
         least = least_forward(arrays, least_block.least_bytes, recompute)
         link = float(bandwidth)  # whole numbers beyond 64 bits do not go into compiled loops
         return cls(chain, link, recompute, arrays, least_block, least, bounds_of(arrays, link))
