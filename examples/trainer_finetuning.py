@@ -50,7 +50,11 @@ def main() -> None:
     tokens = torch.stack([data[k]["input_ids"] for k in range(batch)]).to(device)
 
     plan = lowtide.fit(
-        model, {"input_ids": tokens, "labels": tokens}, memory_budget=arguments.budget, optimizer="adamw"
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        memory_budget=arguments.budget,
+        optimizer="adamw",
+        keeps_result=False,  # the Trainer lets the logits go before backward
     )
     print(plan)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.chain import Chain
+from lowtide.chain import Chain, Stage
 from lowtide.schedule import Backward, Forward
 
 Bytes = NDArray[np.int64]
@@ -88,37 +88,27 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
     made_after = [sum(made), *(sum(made) - np.cumsum(made, dtype=np.int64))]
     beside = [chain.gradient_bytes(k) + int(made_after[k]) for k in range(n + 1)]
     forward_until = np.concatenate(([0.0], np.cumsum([stage.forward_seconds for stage in chain.stages])))
-    delay = 1 if saves_ahead else 2  # without saving ahead, each forward but the last runs twice anyway
-    seconds = 0.0 if saves_ahead else float(forward_until[n - 1])
-    ways: list[tuple[int, int, int, float, float]] = []
-    first_way = [0, 0]
-    gains = [0.0]  # of the fastest way of stage k, what ending early at the end of s..k spares
+    ways: list[_Way] = []
+    first_way, fastest, fastest_last = [0, 0], [0.0], [0.0]
     for k, stage in enumerate(chain.stages, start=1):
-        own = [stage.variant(v) for v in range(stage.num_variants if variants else 1)]
-        fastest = min(way.forward_seconds + way.backward_seconds for way in own)
-        may_end_early = reruns and k < n
-        last_seconds = [
-            (way.rerun_seconds if may_end_early else way.forward_seconds) + way.backward_seconds for way in own
+        during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1]
+        num_ways = stage.num_variants if variants else 1
+        own = [_way_of(stage, v, during_backward, may_end_early=reruns and k < n) for v in range(num_ways)]
+        fastest.append(min(way.seconds for way in own))
+        fastest_last.append(min(way.last_seconds for way in own))
+        ways += [
+            way._replace(seconds=way.seconds - fastest[k], last_seconds=way.last_seconds - fastest_last[k])
+            for way in own
         ]
-        fastest_last = min(last_seconds)
-        gains.append(fastest - fastest_last)
-        seconds += fastest if saves_ahead else fastest_last
-        for way, as_last in zip(own, last_seconds, strict=True):
-            during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1] + way.backward_extra_bytes
-            ways.append(
-                (
-                    way.saved_bytes,
-                    way.saved_bytes + way.forward_extra_bytes,
-                    way.saved_bytes + during_backward,
-                    way.forward_seconds + way.backward_seconds - fastest,
-                    as_last - fastest_last,
-                )
-            )
         first_way.append(len(ways))
-    saved, forward, backward, slower, slower_last = zip(*ways, strict=True)
-    split_until = np.array([forward_until[max(p - delay, 0)] for p in range(n + 1)])
     if saves_ahead:
-        split_until[1:] -= gains[:-1]
+        spared = np.subtract(fastest, fastest_last)  # by ending early at the end of s..k
+        split_until = np.concatenate(([0.0], (forward_until - spared)[:-1]))
+        seconds = sum(fastest)
+    else:  # each forward but the last runs twice anyway, and every last one may end early
+        split_until = np.concatenate(([0.0, 0.0], forward_until[:-2]))
+        seconds = float(forward_until[n - 1]) + sum(fastest_last)
+    columns = _Way(*zip(*ways, strict=True))
     return Costs(
         saves_ahead=saves_ahead,
         activation=np.array([chain.activation_bytes(k) for k in range(n + 1)], np.int64),
@@ -127,12 +117,36 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
         forward_until=forward_until,
         split_until=split_until,
         first_way=np.array(first_way, np.int64),
-        way_saved=np.array(saved, np.int64),
-        way_forward=np.array(forward, np.int64),
-        way_backward=np.array(backward, np.int64),
-        way_slower=np.array(slower, np.float64),
-        way_slower_last=np.array(slower_last, np.float64),
+        way_saved=np.array(columns.saved, np.int64),
+        way_forward=np.array(columns.forward, np.int64),
+        way_backward=np.array(columns.backward, np.int64),
+        way_slower=np.array(columns.seconds, np.float64),
+        way_slower_last=np.array(columns.last_seconds, np.float64),
         fastest_seconds=seconds,
+    )
+
+
+class _Way(NamedTuple):
+    """One way of one stage, or a column of each; see `Costs`."""
+
+    saved: Any
+    forward: Any
+    backward: Any
+    seconds: Any
+    """Forward and backward."""
+    last_seconds: Any
+    """The same where the stage is the last of s..t."""
+
+
+def _way_of(stage: Stage, variant: int, during_backward: int, *, may_end_early: bool) -> _Way:
+    way = stage.variant(variant)
+    last_forward = way.rerun_seconds if may_end_early else way.forward_seconds
+    return _Way(
+        way.saved_bytes,
+        way.saved_bytes + way.forward_extra_bytes,
+        way.saved_bytes + during_backward + way.backward_extra_bytes,
+        way.forward_seconds + way.backward_seconds,
+        last_forward + way.backward_seconds,
     )
 
 
