@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from tests.chains import NESTED_FEATURES, long_chain, random_chains, with_random_seconds
+from tests.chains import NESTED_FEATURES, long_chain, random_chain, random_chains, with_random_seconds
 from tests.search import Nested
 
 from lowtide import Chain, Schedule, simulate
@@ -12,6 +14,7 @@ from lowtide.strategies import nested_fill, nested_stairs
 from lowtide.strategies.nested import Costs, costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested_rows import BLOCK
 from lowtide.strategies.nested_table import Table, least_memory
+from lowtide.strategies.slots import Slots
 
 
 def table_of(costs: Costs, available_bytes: int, *, slots: int = 10**6, try_exact: bool = False) -> Table:
@@ -139,3 +142,18 @@ def test_what_would_take_too_long_or_too_much_is_done_with_slots(monkeypatch: py
     smaller = table_of(costs, available, slots=4000)
     assert smaller.slots.num_slots < 1000
     assert check(smaller, chain, budget) >= exact * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("num_stages", [6, 12])
+def test_what_does_not_fit_stays_infinite_in_the_rows(num_stages: int) -> None:
+    """Also where it is the forwards before a split that do not fit, and not what comes after them."""
+    for seed in range(30):
+        chain = random_chain(seed, num_stages, sizes="equal", features=("large extras", "variants"))
+        costs = costs_of(chain)
+        _, ample = limits(chain, costs)
+        rows = nested_fill.fill_rows(costs, least_memory(costs), Slots(1, ample - outside_bytes(chain)))
+        assert rows is not None
+        for s, t in itertools.combinations_with_replacement(range(1, num_stages + 1), 2):
+            origin, lowest = rows.origin[s, t], rows.lowest[s, t]
+            if lowest < rows.highest[s, t]:
+                assert np.isinf(rows.values[origin + lowest // BLOCK * BLOCK : origin + lowest]).all()

@@ -172,15 +172,16 @@ def _try_splits(
             end_block = rounded_up(high, BLOCK)
             for p in range(p_range[0], p_range[1]):
                 seconds = split_until[p] - forward_until[s - 1]
-                begin = max(begins[i, j, p], later_lowest[t, p], lowest[s, p - 1])
+                parts_begin = max(later_lowest[t, p], lowest[s, p - 1])
+                begin = max(begins[i, j, p], parts_begin)
                 if begin >= high:
                     continue
                 if bounds[i, j, low // BLOCK] <= seconds:
                     break  # and so for every later p: none is cheaper than what its forwards cost
                 one, other = later_origin[t, p], origin[s, p - 1]
                 block = begin // BLOCK
-                if begin == begins[i, j, p] and begin > low and begin % BLOCK:
-                    # The other slots of this block have values, but are not to be lowered.
+                if begin > parts_begin and begin % BLOCK:
+                    # Both parts may fit in the slots of this block below, which are not to be lowered.
                     for m in range(begin, min((block + 1) * BLOCK, high)):
                         value = seconds + (later_values[one + m] if m < later_highest[t, p] else 0.0)
                         value += values[other + m] if m < highest[s, p - 1] else 0.0
