@@ -128,6 +128,53 @@ def test_inputs_that_nobody_saves_do_not_stay() -> None:
         assert 0.99 * solution.peak_bytes <= measured <= solution.peak_bytes
 
 
+class Passing(Casting):
+    """Hands its input on beside its result."""
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(both[0]) + both[1].mean(), both[0]
+
+
+class PassingOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Passing() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = (x, x)
+        for block in self.blocks:
+            both = block(both)
+        return both[0] + both[1]
+
+
+class Sine(torch.autograd.Function):
+    """Keeps its input where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.x.cos()
+
+
+class Attributed(Casting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sine.apply(x) + super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "prefix"), [(PassingOn, "blocks."), (lambda: nn.Sequential(*(Attributed() for _ in range(8))), "")]
+)
+def test_inputs_that_are_handed_on_or_kept_in_attributes_count(make: Callable[[], nn.Module], prefix: str) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(256, 16)
+    chain = measure(model, x, stages=[f"{prefix}{k}" for k in range(8)])
+    assert plain_peak(model, x) <= store_all_peak(chain)
+
+
 class Classifier(nn.Module):
     """Returns its loss and, in another dtype than the loss saves, far more logits than it has activations."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,12 +13,20 @@ from torch import nn
 
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.endings import saves_last_before_a_product
 from lowtide.runtime.measure_backward import BackwardStart
-from lowtide.runtime.measure_stages import Saved, StagedModel, leaves_behind, nothing_saved, storages_of
+from lowtide.runtime.measure_stages import (
+    Saved,
+    StagedModel,
+    attributes_behind,
+    leaves_behind,
+    nothing_saved,
+    storages_of,
+)
 from lowtide.runtime.measure_time import Timing, timed
 from lowtide.runtime.measure_variants import VariantCheck
-from lowtide.runtime.meter import Meter
+from lowtide.runtime.meter import Meter, no_collection
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.saved import EndOfRunError
 from lowtide.runtime.split import Split, StageSplit, Unit
@@ -238,7 +245,7 @@ class _Measurer:
 
     def _measured_bytes(self, k: int, leaves: Sequence[torch.Tensor]) -> StageFigures:
         """All but the times."""
-        with Meter(self._device, search=False) as meter, _no_collection():
+        with Meter(self._device, search=False) as meter, no_collection():
             self._warm_up(k, leaves)
             before_bytes = meter.live_bytes
             meter.reset_peak()
@@ -250,7 +257,9 @@ class _Measurer:
 
             with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
                 run = self._forward(k, leaves)
-            saves_input = not saved.isdisjoint(storages_of(leaves))
+            saved.update(storages_of(attributes_behind(run.starts)))
+            staying = saved.union(storages_of([run.outputs, tensors_of(run.result)]))
+            saves_input = not staying.isdisjoint(storages_of(leaves))
             saves_output = not saved.isdisjoint(self._output_storages(k, run)[0])
             _see(meter, run.outputs)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
@@ -359,18 +368,6 @@ class _Measurer:
         parameters = tuple(self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names)
         held = {origins.get(id(leaf)) for leaf in leaves if id(leaf) not in self._names}
         return parameters, tuple(sorted(origin for origin in held if origin is not None and origin[0] > 0))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's collector from freeing, in the midst of counting, what others left behind (compilers do)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _backward(

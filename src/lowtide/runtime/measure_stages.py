@@ -245,18 +245,30 @@ def nothing_saved(saved: list[Saved]) -> Iterator[None]:
 def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The leaf tensors that a backward from these tensors would reach, each once."""
     found: dict[int, torch.Tensor] = {id(t): t for t in tensors if t.grad_fn is None and t.requires_grad}
-    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in _nodes_behind(tensors):
         variable = getattr(node, "variable", None)  # AccumulateGrad's
         if variable is not None:
             found[id(variable)] = variable
+    return list(found.values())
+
+
+def attributes_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that functions written in Python keep as attributes for their backward: no hook sees them."""
+    custom = (node for node in _nodes_behind(tensors) if isinstance(node, torch.autograd.function.BackwardCFunction))
+    return [tensor for node in custom for tensor in tensors_of(vars(node))]
+
+
+def _nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of the graph that a backward from these tensors would reach, each once."""
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
-    return list(found.values())
 
 
 def _buffers_of(model: nn.Module, stage: StageSplit) -> list[tuple[torch.Tensor, torch.Tensor]]:

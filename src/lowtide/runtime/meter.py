@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,6 +32,18 @@ def exclude(tensor: torch.Tensor) -> torch.Tensor:
     """Never count this tensor's storage on the CPU: it stands for another tier (a mapped file). Returns the tensor."""
     _excluded.add(tensor.untyped_storage())
     return tensor
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's collector from freeing, in the midst of counting, what others left behind (compilers do)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Account(Protocol):

@@ -26,7 +26,7 @@ class StageFigures:
             below 0 where much is let go before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
         own_held_bytes: tensors that it makes and that are held.
-        saves_input: whether autograd keeps any of its input for its backward.
+        saves_input: whether any of its input stays after its forward: for its backward, or as a part of its output.
         saves_output: whether autograd keeps any of its output for its backward.
         parameters: the names of those that its backward reaches.
         held: the origins of the held tensors whose gradients its backward adds to.
