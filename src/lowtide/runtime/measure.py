@@ -8,8 +8,8 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 | `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
 | `rerun_seconds` | of a forward that ends with the last tensor it saves, before a matrix product or a convolution |
 | `output_bytes` | the storages of what the next stage reads, without what is held |
-| `saved_bytes` | what is more on the device after forward than before, the input being there in both; less the input
-where neither this stage nor the one before saves it, which then goes |
+| `saved_bytes` | what is more on the device after forward than before, the input being there in both; for chains without
+moves less the input where neither this stage nor the one before saves it, which then goes |
 | `grad_bytes` | the gradients of these outputs |
 | `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves; and
 the model's result, which the caller holds while stages before the last one run again |
@@ -66,6 +66,7 @@ def measure(
     name: str | None = None,
     grads_resident: bool = False,
     keeps_result: bool = True,
+    moves_activations: bool = True,
     progress: Progress | None = None,
 ) -> Chain:
     """Measure what each stage of a model costs.
@@ -79,6 +80,8 @@ def measure(
         name: of the chain; None: the model's class.
         grads_resident: weight gradients exist from the start (accumulation over several steps).
         keeps_result: the training loop has the model's result in hand while backward runs.
+        moves_activations: schedules for this chain may copy activations to the host; False: a stage's input that
+            neither it nor the stage before saves does not count beside what it saves.
         progress: called with what is being done and the share done, 0 to 1.
 
     Returns:
@@ -101,6 +104,7 @@ def measure(
         name=name,
         grads_resident=grads_resident,
         keeps_result=keeps_result,
+        moves_activations=moves_activations,
         progress=progress,
     )
     return chain
@@ -175,6 +179,7 @@ def measure_split(
     name: str | None = None,
     grads_resident: bool = False,
     keeps_result: bool = True,
+    moves_activations: bool = True,
     progress: Progress | None = None,
     compiled: CompiledStages | None = None,
     allow_rounding: bool = False,
@@ -205,6 +210,8 @@ def measure_split(
         overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves
     kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
+    if moves_activations:  # an input that goes by itself cannot be told from one that is moved away
+        figures = [figure.with_input_saved() for figure in figures]
     readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
     weights, outside = stage_weights(model, split, readers, state_bytes)
     there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)

@@ -128,6 +128,7 @@ def measured_for(
                 optimizer=settings.optimizer,
                 grads_resident=settings.grads_resident,
                 keeps_result=settings.keeps_result,
+                moves_activations=settings.bandwidth > 0,
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
@@ -256,7 +257,10 @@ def _no_slower_than_recomputing(
     if solution.seconds > _CLOSE * best.solution.seconds:
         return best
     alone = Planned(best.split, solution, None, best.notes)
-    tried = _tried(model, sample, alone, settings, num_timed=_NUM_TIMED)
+    try:
+        tried = _tried(model, sample, alone, settings, num_timed=_NUM_TIMED)
+    except torch.OutOfMemoryError:
+        return best  # which was seen to fit
     peak = tried.peak_bytes + unknown_bytes
     if peak > settings.memory_budget:
         return best

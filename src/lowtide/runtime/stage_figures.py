@@ -66,6 +66,11 @@ class StageFigures:
         """The figures of a variant; the stage's own where it has none of that name."""
         return next((figures for found, figures in self.variants if found == name), self)
 
+    def with_input_saved(self) -> StageFigures:
+        """The stage, and its variants, as if all of its input stayed after its forward."""
+        variants = tuple((name, each.with_input_saved()) for name, each in self.variants)
+        return replace(self, saves_input=True, variants=variants)
+
     def with_more(self, forward_bytes: int, backward_bytes: int) -> StageFigures:
         """The stage, and its variants, where forward and backward take more."""
         return replace(
