@@ -8,8 +8,8 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 | `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
 | `rerun_seconds` | of a forward that ends with the last tensor it saves, before a matrix product or a convolution |
 | `output_bytes` | the storages of what the next stage reads, without what is held |
-| `saved_bytes` | what is more on the device after forward than before, the input being there in both; for chains without
-moves less the input where neither this stage nor the one before saves it, which then goes |
+| `saved_bytes` | what is more on the device after forward than before, the input being there in both; for chains
+without moves less the input where neither this stage nor the one before saves it, which then goes |
 | `grad_bytes` | the gradients of these outputs |
 | `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves; and
 the model's result, which the caller holds while stages before the last one run again |
