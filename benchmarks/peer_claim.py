@@ -216,12 +216,12 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
         if points:
             panel.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.35, markersize=4)
             panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
-    for place_in_row, row in enumerate(row for row in measured if row.family == "peer"):
+    for index, row in enumerate(row for row in measured if row.family == "peer"):
         colour = "C3" if row.compiled else "C1"
         gib, milliseconds = place(row)
         is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
         panel.plot(gib, min(milliseconds, top), "^" if is_beyond else "x", color=colour, markersize=7)
-        below = is_beyond or place_in_row % 2  # neighbours' names do not cover each other
+        below = is_beyond or index % 2  # neighbours' names do not cover each other
         text = {"xytext": (5, -9 if below else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
         label = f"{_short(row.way)}: {milliseconds:.0f} ms" if is_beyond else _short(row.way)
         panel.annotate(label, (gib, min(milliseconds, top)), **text)

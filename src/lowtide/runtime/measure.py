@@ -48,7 +48,7 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split
-from lowtide.runtime.stage_figures import StageFigures, passing_bytes
+from lowtide.runtime.stage_figures import StageFigures, unsaved_input_bytes
 
 # How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
 _MOST_ATTEMPTS = 8
@@ -327,7 +327,7 @@ def _gone_bytes(figures: Sequence[StageFigures], k: int, figure: StageFigures) -
     """What of a[k-1] is let go when stage k, run as these figures say, has saved what its backward needs."""
     if k == 1:
         return 0
-    return min(passing_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
+    return min(unsaved_input_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
 
 
 def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes: int) -> int:

@@ -260,10 +260,12 @@ class _Measurer:
             saved.update(storages_of(attributes_behind(run.starts)))
             staying = saved.union(storages_of([run.outputs, tensors_of(run.result)]))
             saves_input = not staying.isdisjoint(storages_of(leaves))
-            saves_output = not saved.isdisjoint(self._output_storages(k, run)[0])
+            outputs, held = self._output_storages(k, run)
+            saves_output = not saved.isdisjoint(outputs)
             _see(meter, run.outputs)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
-            output_bytes, held_bytes = self._output_bytes(k, run)
+            output_bytes, held_bytes = _total(outputs.values()), _total(held.values())
+            del outputs, held  # they hold what is to go
             saved_bytes = max(after_bytes - before_bytes - held_bytes, output_bytes)
             extra_bytes = saving_extra_bytes = peak_bytes - before_bytes - held_bytes - saved_bytes
             grad_bytes = self._grad_bytes(k, run)
@@ -337,11 +339,6 @@ class _Measurer:
         with nothing_saved([]):
             self._forward(k, leaves)
         return meter.peak_bytes - before_bytes
-
-    def _output_bytes(self, k: int, run: _Run) -> tuple[int, int]:
-        """The bytes of the stage's outputs, and of those tensors of its own that are held."""
-        outputs, held = self._output_storages(k, run)
-        return _total(outputs.values()), _total(held.values())
 
     def _output_storages(self, k: int, run: _Run) -> tuple[_Storages, _Storages]:
         """The storages of the stage's outputs, and of those tensors of its own that are held."""

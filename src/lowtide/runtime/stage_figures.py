@@ -82,7 +82,7 @@ class StageFigures:
         )
 
 
-def passing_bytes(before: StageFigures, figure: StageFigures) -> int:
+def unsaved_input_bytes(before: StageFigures, figure: StageFigures) -> int:
     """The bytes of a stage's input that are let go when its forward is over: neither it nor its maker saves them.
 
     A normalisation that computes in float32 saves its own copy, and so may compiled code that lays out its input anew.
