@@ -7,8 +7,8 @@ BatchNorm are not even copied: in training its output does not depend on them, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -139,17 +139,31 @@ class StageBuffers:
     @contextmanager
     def _protected(self, snapshot: Snapshot) -> Iterator[None]:
         self._check(snapshot)
-        restored: list[tuple[int, torch.Tensor | None]] = [
-            (index, snapshot.copies[index]) for index in snapshot.changed
-        ]
-        statistics = snapshot.statistics
+        statistics, written = snapshot.statistics, snapshot.changed
         if not self._swap:
-            restored += [(index, None) for index in statistics if self._places[index].tensor is not None]
-            statistics = []
-        with exchanged(self._spares(statistics)), exchanged(snapshot.attributes), ExitStack() as stack:
-            for index, earlier in restored:
-                stack.enter_context(_restored(self._places[index], earlier))
+            statistics, written = [], [*written, *statistics]
+        with (
+            exchanged(self._spares(statistics)),
+            exchanged(snapshot.attributes),
+            self._put_back(written, snapshot.copies) if written else nullcontext(),
+        ):
             yield
+
+    @contextmanager
+    def _put_back(self, written: Sequence[int], earlier: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Run the block with buffers as they were, where that matters, and put back what they hold now."""
+        tensors = {index: tensor for index in written if (tensor := self._places[index].tensor) is not None}
+        now = {
+            index: tensor.detach().clone() if index in earlier else self._spare_for(index, tensor)  # small: statistics
+            for index, tensor in tensors.items()
+        }
+        _write((now[index], tensor) for index, tensor in tensors.items() if index not in earlier)
+        with _unsafe_preserve_version_counter(tuple(tensors.values())):  # whoever saved one finds it as it was
+            _write((tensor, earlier[index]) for index, tensor in tensors.items() if index in earlier)
+            try:
+                yield
+            finally:
+                _write((tensor, now[index]) for index, tensor in tensors.items())
 
     def _check(self, snapshot: Snapshot) -> None:
         """Refuse what cannot be made as it was."""
@@ -189,25 +203,15 @@ class StageBuffers:
             tensor = buffers.get(place.name)
             if tensor is None:
                 continue
-            known = self._spare.get(index)
-            if known is None or known[0] is not tensor:
-                known = self._spare[index] = (tensor, tensor.detach().clone())
-            spares.append((buffers, place.name, known[1]))
+            spares.append((buffers, place.name, self._spare_for(index, tensor)))
         return spares
 
-
-@contextmanager
-def _restored(place: _Place, earlier: torch.Tensor | None) -> Iterator[None]:
-    tensor = place.tensor
-    assert tensor is not None
-    now = tensor.detach().clone()
-    with _unsafe_preserve_version_counter(tensor):  # whoever saved the tensor finds it as it was
-        if earlier is not None:
-            _write(tensor, earlier)
-        try:
-            yield
-        finally:
-            _write(tensor, now)
+    def _spare_for(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like a buffer, which is kept for the next time."""
+        known = self._spare.get(index)
+        if known is None or known[0] is not tensor:
+            known = self._spare[index] = (tensor, tensor.detach().clone())
+        return known[1]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -215,6 +219,13 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.layout is not torch.strided or other.layout is not torch.strided or torch.equal(one, other)
 
 
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def _write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the first; those of one type at once, which takes a device one launch."""
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for into, values in pairs:
+        targets, sources = groups.setdefault((into.dtype, into.device), ([], []))
+        targets.append(into)
+        sources.append(values)
     with torch.no_grad():
-        tensor.copy_(values)
+        for targets, sources in groups.values():
+            torch._foreach_copy_(targets, sources)
