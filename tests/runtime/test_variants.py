@@ -260,12 +260,13 @@ def test_a_variant_that_draws_dropout_anew_is_refused_in_one_line() -> None:
 class OffBy(nn.Module):
     """Stands for a compiler's mistake: the gradient is a little off where the budget is below 1."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, compiler: str = "eager") -> None:
         super().__init__()
-        self.factor = factor
+        self.factor, self.compiler = factor, compiler
 
     def backend(self, graph, inputs):
         factor = 1.0 if torch._functorch.config.activation_memory_budget == 1.0 else self.factor
+        graph = torch._dynamo.lookup_backend(self.compiler)(graph, inputs)
 
         def run(*args):
             return tuple(_Scaled.apply(out, factor) for out in graph(*args))
@@ -300,6 +301,15 @@ def test_a_variant_with_other_gradients_is_refused(factor: float, allow_rounding
     assert bool(chain.provenance["notes"]) == refused
     if refused:
         assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
+
+
+def test_a_variant_is_compared_gradient_by_gradient_with_the_stage_without_compilation() -> None:
+    """Whose graph hands the gradients of parameters over in another order."""
+    backend = OffBy(1.1, "aot_eager").backend
+    _, compiled, chain = compiled_and_measured(deep(2), backend=backend, allow_rounding=True)
+    compiled.remove()
+    assert all(not stage.variants for stage in chain.stages)
+    assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
 
 
 def test_a_schedule_with_variants_is_refused_where_none_are_compiled() -> None:

@@ -7,6 +7,7 @@ finds a compiled function that draws dropout's mask anew in its backward, and on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ import torch
 from lowtide.runtime.compiled import Choice
 from lowtide.runtime.measure_stages import StagedModel, leaves_behind
 
-# Three runs of variant 0 show a spread where there is one: sums whose order is left open differ nearly every time.
-_NUM_RUNS = 3
+# Sums whose order is left open differ nearly every time, but what is left of that after rounding to 16 bits does not:
+# where two runs of variant 0 differ anywhere, more are made. Ten take less time than compiling one variant.
+_NUM_RUNS = 10
 
 # A further run of variant 0 may lie on the other side of the middle of those seen, as far from it as the furthest.
 _SPREAD_FACTOR = 2
@@ -27,20 +29,19 @@ _NUM_LAST_PLACES = 8
 
 _SEED = 20  # of the gradients from which backward starts; any fixed one
 
+_Key = tuple[str, str]
+"""What a tensor is (outputs, gradients, state), and which one of these."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """All that one forward and backward of a stage gives."""
+    """All that one forward and backward of a stage gives.
 
-    outputs: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    state: list[torch.Tensor]
-    """Buffers, and the generators after the forward and after the backward."""
+    The state is that of buffers, and of the generators after the forward and after the backward.
+    """
+
+    tensors: dict[_Key, torch.Tensor]
     has_drawn: bool
-
-    @property
-    def all(self) -> list[torch.Tensor]:
-        return [*self.outputs, *self.gradients, *self.state]
 
 
 class VariantCheck:
@@ -60,32 +61,48 @@ class VariantCheck:
     ) -> None:
         self._staged, self._k, self._choice = staged, k, choice
         self._leaves = staged.leaves(k, inputs)
+        self._names = {id(leaf): f"input {place}" for place, leaf in enumerate(self._leaves)}
+        self._names |= {id(parameter): name for name, parameter in staged.model.named_parameters()}
         self._first = self._numbers(0)
-        spread = _largest_differences(self._first, [self._numbers(0)])
-        if any(spread):
-            spread = _largest_differences(self._first, [self._numbers(0) for _ in range(_NUM_RUNS - 1)])
-        self._allowed = [_SPREAD_FACTOR * each for each in spread]
+        self._spread = self._differences(self._numbers(0))
+        if any(self._spread.values()):
+            for _ in range(_NUM_RUNS - 2):
+                self._spread = _larger(self._spread, self._differences(self._numbers(0)))
+        self._allowed = {key: _SPREAD_FACTOR * spread for key, spread in self._spread.items()}
         if allow_rounding and not self._first.has_drawn:
             with torch.compiler.set_stance("force_eager"):
-                eager = _largest_differences(self._first, [self._numbers(0)])
-            last_places = [_NUM_LAST_PLACES * _last_place(tensor) for tensor in self._first.all]
-            self._allowed = [max(each) for each in zip(self._allowed, eager, last_places, strict=True)]
+                eager = self._differences(self._numbers(0))
+            last_places = {key: _NUM_LAST_PLACES * _last_place(t) for key, t in self._first.tensors.items()}
+            eager = {key: difference if math.isfinite(difference) else 0.0 for key, difference in eager.items()}
+            self._allowed = _larger(_larger(self._allowed, eager), last_places)
 
     def refusal(self, index: int) -> str | None:
         """Why a variant may not be used, in one line; None where it may."""
         other = self._numbers(index)
-        if [t.shape for t in other.all] != [t.shape for t in self._first.all]:
+        if _shapes(other) != _shapes(self._first):
             return "it gives other tensors than the stage itself"
-        found = _largest_differences(self._first, [other])
-        wrong = [place for place, (got, most) in enumerate(zip(found, self._allowed, strict=True)) if not got <= most]
+        found = self._differences(other)
+        wrong = [key for key, difference in found.items() if not difference <= self._allowed[key]]
         if not wrong:
             return None
-        num_outputs = len(self._first.outputs)
-        if wrong[0] >= num_outputs and self._first.has_drawn:
+        if wrong[0][0] != "outputs" and self._first.has_drawn:
             return "its backward draws random numbers (dropout) anew, so that gradients are wrong"
-        relative = max(found[place] / max(_largest(self._first.all[place]), 1e-30) for place in wrong)
-        what = "outputs" if wrong[0] < num_outputs else "gradients"
-        return f"its {what} are not those of the stage itself (relative difference {relative:.1e})"
+        worst = max(wrong, key=lambda key: found[key] / self._size(key))
+        what, which = worst
+        own = self._spread[worst] / self._size(worst)
+        spread = f", and its own runs differ by {own:.1e}" if own else ""
+        relative = found[worst] / self._size(worst)
+        return f"its {what} are not those of the stage itself (relative difference {relative:.1e} in {which}{spread})"
+
+    def _size(self, key: _Key) -> float:
+        return max(_largest(self._first.tensors[key]), 1e-30)
+
+    def _differences(self, other: _Numbers) -> dict[_Key, float]:
+        """For each tensor how far the other one is from the first at the most; 0 where they are equal bit for bit."""
+        return {
+            key: _difference(tensor, other.tensors[key]) if key in other.tensors else float("inf")
+            for key, tensor in self._first.tensors.items()
+        }
 
     def _numbers(self, index: int) -> _Numbers:
         staged, k = self._staged, self._k
@@ -98,13 +115,30 @@ class VariantCheck:
             wanted = leaves_behind(starts)
             seeds = _seeds(starts)
             gradients = torch.autograd.grad(starts, wanted, seeds, allow_unused=True) if wanted else ()
+        # By name: a compiled stage reaches its parameters in another order than one that is not compiled.
+        names = [self._names.get(id(leaf), f"leaf {place}") for place, leaf in enumerate(wanted)]
+        named = dict(zip(names, gradients, strict=True))
         buffers = [buffer.detach().clone() for buffer in staged.buffers(k)]
         return _Numbers(
-            [tensor.detach() for tensor in (*outputs, *starts)],
-            [tensor for tensor in gradients if tensor is not None],
-            [*buffers, *after_forward, *staged.generator_states()],
+            {
+                **_numbered("outputs", [tensor.detach() for tensor in (*outputs, *starts)]),
+                **{("gradients", name): tensor for name, tensor in named.items() if tensor is not None},
+                **_numbered("state", [*buffers, *after_forward, *staged.generator_states()]),
+            },
             has_drawn,
         )
+
+
+def _numbered(what: str, tensors: Sequence[torch.Tensor]) -> dict[_Key, torch.Tensor]:
+    return {(what, str(place)): tensor for place, tensor in enumerate(tensors)}
+
+
+def _shapes(numbers: _Numbers) -> dict[_Key, torch.Size]:
+    return {key: tensor.shape for key, tensor in numbers.tensors.items()}
+
+
+def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, float]:
+    return {key: max(value, other[key]) for key, value in one.items()}
 
 
 def _seeds(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,11 +148,6 @@ def _seeds(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         generator = torch.Generator(tensor.device).manual_seed(_SEED)
         seeds.append(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device))
     return seeds
-
-
-def _largest_differences(first: _Numbers, others: Sequence[_Numbers]) -> list[float]:
-    """For each tensor how far the others are from the first at the most; 0 where they are equal bit for bit."""
-    return [max(_difference(tensor, other.all[place]) for other in others) for place, tensor in enumerate(first.all)]
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
