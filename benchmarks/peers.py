@@ -343,6 +343,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
     parser.add_argument("--limits", nargs="*", default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch")
+    parser.add_argument("--ways", nargs="*", default=[], help="for --largest-batch: only ways whose name contains one")
     arguments = parser.parse_args(given)
     if arguments.draw:
         values = json.loads(arguments.draw.read_text())
@@ -358,7 +359,7 @@ def main(given: list[str] | None = None) -> None:
     try:
         with run.clock.enforced():
             if arguments.largest_batch:
-                largest_batches(run, networks, arguments.limits)
+                largest_batches(run, networks, arguments.limits, arguments.ways)
             else:
                 measure_all(run, networks, arguments.passes)
     except harness.OutOfTimeError:
