@@ -16,9 +16,13 @@ import torch
 from lowtide.runtime.compiled import Choice
 from lowtide.runtime.measure_stages import StagedModel, leaves_behind
 
-# Sums whose order is left open differ nearly every time, but what is left of that after rounding to 16 bits does not:
-# where two runs of variant 0 differ anywhere, more are made. Ten take less time than compiling one variant.
+# Sums whose order is left open (attention's backward on CUDA) differ every time, but after rounding to 16 bits seldom
+# anything is left of that: two runs of variant 0 may well agree where a third one does not. Ten take less time than
+# compiling one variant.
 _NUM_RUNS = 10
+
+# For the same reason a variant may try again: one that computes something else fails each time.
+_NUM_TRIES = 3
 
 # A further run of variant 0 may lie on the other side of the middle of those seen, as far from it as the furthest.
 _SPREAD_FACTOR = 2
@@ -64,21 +68,25 @@ class VariantCheck:
         self._names = {id(leaf): f"input {place}" for place, leaf in enumerate(self._leaves)}
         self._names |= {id(parameter): name for name, parameter in staged.model.named_parameters()}
         self._first = self._numbers(0)
-        self._spread = self._differences(self._numbers(0))
-        if any(self._spread.values()):
-            for _ in range(_NUM_RUNS - 2):
-                self._spread = _larger(self._spread, self._differences(self._numbers(0)))
-        self._allowed = {key: _SPREAD_FACTOR * spread for key, spread in self._spread.items()}
+        self._spread = self._differences(self._first)
+        for _ in range(_NUM_RUNS - 1):
+            self._spread = _larger(self._spread, self._differences(self._numbers(0)))
+        self._allowed = {key: _SPREAD_FACTOR * spread for key, spread in _finite(self._spread).items()}
         if allow_rounding and not self._first.has_drawn:
             with torch.compiler.set_stance("force_eager"):
                 eager = self._differences(self._numbers(0))
             last_places = {key: _NUM_LAST_PLACES * _last_place(t) for key, t in self._first.tensors.items()}
-            eager = {key: difference if math.isfinite(difference) else 0.0 for key, difference in eager.items()}
-            self._allowed = _larger(_larger(self._allowed, eager), last_places)
+            self._allowed = _larger(_larger(self._allowed, _finite(eager)), last_places)
 
     def refusal(self, index: int) -> str | None:
         """Why a variant may not be used, in one line; None where it may."""
-        other = self._numbers(index)
+        for _ in range(_NUM_TRIES):
+            reason = self._refusal(self._numbers(index))
+            if reason is None:
+                break
+        return reason
+
+    def _refusal(self, other: _Numbers) -> str | None:
         if _shapes(other) != _shapes(self._first):
             return "it gives other tensors than the stage itself"
         found = self._differences(other)
@@ -100,7 +108,7 @@ class VariantCheck:
     def _differences(self, other: _Numbers) -> dict[_Key, float]:
         """For each tensor how far the other one is from the first at the most; 0 where they are equal bit for bit."""
         return {
-            key: _difference(tensor, other.tensors[key]) if key in other.tensors else float("inf")
+            key: _difference(tensor, other.tensors[key]) if key in other.tensors else math.inf
             for key, tensor in self._first.tensors.items()
         }
 
@@ -141,6 +149,11 @@ def _larger(one: dict[_Key, float], other: dict[_Key, float]) -> dict[_Key, floa
     return {key: max(value, other[key]) for key, value in one.items()}
 
 
+def _finite(differences: dict[_Key, float]) -> dict[_Key, float]:
+    """Without those that allow for nothing: other shapes, or not a number here and one there."""
+    return {key: difference if math.isfinite(difference) else 0.0 for key, difference in differences.items()}
+
+
 def _seeds(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients to start from: the same numbers each time, and not all ones, which normalisations turn into zeros."""
     seeds = []
@@ -152,11 +165,13 @@ def _seeds(starts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
+        return math.inf
     if torch.equal(one, other):
         return 0.0
-    found = float((_wide(one) - _wide(other)).abs().max())
-    return found if found > 0 else float("inf")  # not equal, and no difference: not numbers
+    one, other = _wide(one), _wide(other)
+    differs = ~((one == other) | (one.isnan() & other.isnan()))
+    found = float((one - other)[differs].abs().max()) if differs.any() else 0.0
+    return found if math.isfinite(found) else math.inf
 
 
 def _largest(tensor: torch.Tensor) -> float:
