@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
 from lowtide.runtime.measure_weights import Optimizer
-from lowtide.runtime.rehearsal import Rehearsal, Step, rehearse
+from lowtide.runtime.rehearsal import Rehearsal, Step, let_go, rehearse
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split
 from lowtide.schedule import Offload, Schedule
@@ -104,7 +103,9 @@ def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Plan
     with many_compilations() if settings.compilation is not None else nullcontext():
         split, (chain, compiled) = measured_for(model, sample, settings)
         try:
-            return _rehearsed_on_the_device(model, sample, split, chain, settings), compiled
+            planned = _rehearsed_on_the_device(model, sample, split, chain, settings)
+            let_go(device_of(model))
+            return planned, compiled
         except BaseException:
             if compiled is not None:
                 compiled.remove()
@@ -167,10 +168,9 @@ def _rehearsed_on_the_device(
         settings = dataclasses.replace(settings, memory_budget=int(failed * (1 - _LEFT_FOR_GAPS)))
         notes.append(
             f"within {format_bytes(failed)} a trial step ran out of device memory: others use it, or the allocator "
-            f"lost some between its blocks; planned for {format_bytes(settings.memory_budget)}"
+            "lost some between its blocks (less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); planned for "
+            f"{format_bytes(settings.memory_budget)}"
         )
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
