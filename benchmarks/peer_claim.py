@@ -6,6 +6,7 @@ peak is lower.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,6 +175,10 @@ _STYLES = {
     "lowtide compiled": ("C2", "s", "lowtide, compiled stages"),
     "lowtide offloading": ("C4", "D", "lowtide, with offloading"),
 }
+_PEERS = {False: ("C1", "peers"), True: ("C3", "peers, compiled as a whole (activation_memory_budget)")}
+
+# In the picture, points that are nearer to each other than this share a name.
+_CLOSE = 0.02
 
 
 def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
@@ -216,15 +221,15 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
         if points:
             panel.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.35, markersize=4)
             panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
-    for index, row in enumerate(row for row in measured if row.family == "peer"):
-        colour = "C3" if row.compiled else "C1"
-        gib, milliseconds = place(row)
-        is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
-        panel.plot(gib, min(milliseconds, top), "^" if is_beyond else "x", color=colour, markersize=7)
-        below = is_beyond or index % 2  # neighbours' names do not cover each other
-        text = {"xytext": (5, -9 if below else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
-        label = f"{_short(row.way)}: {milliseconds:.0f} ms" if is_beyond else _short(row.way)
-        panel.annotate(label, (gib, min(milliseconds, top)), **text)
+    for compiled, (colour, label) in _PEERS.items():
+        peers = [row for row in measured if row.family == "peer" and row.compiled == compiled]
+        for index, ((gib, milliseconds), ways) in enumerate(_together((place(row), _short(row.way)) for row in peers)):
+            is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
+            marker, height = ("^", top) if is_beyond else ("x", milliseconds)
+            panel.plot(gib, height, marker, color=colour, markersize=7, label=None if index else label, linestyle="")
+            below = is_beyond or index % 2  # neighbours' names do not cover each other
+            text = {"xytext": (5, -9 if below else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
+            panel.annotate(f"{ways}: {milliseconds:.0f} ms" if is_beyond else ways, (gib, height), **text)
     panel.set(title=name, xlabel="measured peak (GiB)", ylabel="step (ms)")
     panel.set_xlim(0, 1.15 * max(place(row)[0] for row in measured))
     panel.grid(alpha=0.3)
@@ -232,13 +237,28 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
         panel.legend(fontsize=8)
 
 
+def _together(
+    points: Iterable[tuple[tuple[float, float], str]],
+) -> list[tuple[tuple[float, float], str]]:
+    """Points (memory, time) that lie upon each other as one, with the names of all."""
+    kept: list[tuple[tuple[float, float], str]] = []
+    for point, name in points:
+        for index, (other, names) in enumerate(kept):
+            if all(math.isclose(here, there, rel_tol=_CLOSE) for here, there in zip(point, other, strict=True)):
+                kept[index] = other, f"{names}, {name}"
+                break
+        else:
+            kept.append((point, name))
+    return kept
+
+
 def _short(way: str) -> str:
-    """A peer's name for the picture."""
+    """A peer's name for the picture, whose colour says whether it is compiled."""
     for long, short in (
         ("checkpoint_sequential, ", ""),
-        ("activation_memory_budget ", "budget "),
+        ("activation_memory_budget ", ""),
         ("transformers' gradient checkpointing", "gradient checkpointing"),
-        (", compiled", " (compiled)"),
+        (", compiled", ""),
         (", eager", ""),
     ):
         way = way.replace(long, short)
