@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -182,5 +183,10 @@ def batch_lines(entries: Sequence[Batches]) -> list[str]:
             return str(entry.batch) if entry.batch else "none"
 
         rows = [[way, *(cell(way, limit) for limit in limits)] for way in ways]
-        lines += [f"## Largest batch: {network}", "", *harness.table(["way", *limits], rows), ""]
+        lines += [f"## Largest batch: {_without_batch(network)}", "", *harness.table(["way", *limits], rows), ""]
     return lines
+
+
+def _without_batch(title: str) -> str:
+    """A network's title without the batch that its other table is of."""
+    return re.sub(r", batch \d+(?! x)", "", re.sub(r"batch \d+ x ", "", title))
