@@ -3,6 +3,7 @@
     python -m benchmarks.variants --only gpt --seconds 100      # the table of the GPT-like network, on a GPU
     python -m benchmarks.variants                               # all networks, some minutes each
     python -m benchmarks.variants --tiny --device cpu           # small, to see that it works
+    python -m benchmarks.variants --draw DIR/variants-h200.json # table and picture again, no measuring
 
 The rows that matter most come first; a run that is cut short leaves valid results.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,9 +22,10 @@ from typing import Any
 
 import torch
 from benchmarks import harness
-from benchmarks.peer_claim import Row
+from benchmarks.peer_claim import Row, by_network
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
+from benchmarks.variant_picture import draw
 from torch import nn
 
 import lowtide
@@ -75,22 +78,31 @@ class Run(harness.Run):
         timed = harness.time_steps(step, self.device)
         row.seconds, row.spread_seconds, row.peak_bytes = timed.seconds, timed.spread_seconds, timed.peak_bytes
 
-    def save(self) -> None:
-        """Write JSON and table."""
-        values = {"facts": self.facts, "rows": [asdict(row) for row in self.rows], "stages": self.stages}
-        harness.write_results(self.folder, self.stem, values, self._lines())
+    def save(self, *, picture: bool = False) -> None:
+        """Write the results; drawing takes a second, and is left for the end."""
+        write(self.folder, self.stem, self.facts, self.rows, self.stages, picture=picture)
 
-    def _lines(self) -> list[str]:
-        lines = [harness.heading(self.facts)]
-        titles = [network.title for network in [*NETWORKS, *TINY]]
-        for title in sorted({row.network for row in self.rows}, key=titles.index):
-            rows = [row for row in self.rows if row.network == title]
-            columns = ["way", "a step", "predicted", "peak", "predicted", "what the solver chose"]
-            lines += ["", f"## {title}", "", *harness.table(columns, [_cells(row) for row in rows]), ""]
-            for entry in self.stages.get(title, {}).get("kinds", ()):
-                lines.append(f"- {entry['name']} (x {entry['number']}): {entry['text']}")
-            lines += [f"- {note}" for note in self.stages.get(title, {}).get("notes", ())]
-        return lines
+
+def write(
+    folder: Path, stem: str, facts: dict[str, Any], rows: list[Row], stages: dict[str, Any], *, picture: bool = True
+) -> None:
+    """JSON, table and picture of some rows."""
+    titles = [network.title for network in [*NETWORKS, *TINY]]
+    rows = sorted(rows, key=lambda row: titles.index(row.network))
+    values = {"facts": facts, "rows": [asdict(row) for row in rows], "stages": stages}
+    picture_of = (lambda plt: draw(plt, facts, rows)) if picture else None
+    harness.write_results(folder, stem, values, _lines(facts, rows, stages), picture_of)
+
+
+def _lines(facts: dict[str, Any], rows: Sequence[Row], stages: dict[str, Any]) -> list[str]:
+    lines = [harness.heading(facts)]
+    for title, own in by_network(rows).items():
+        columns = ["way", "a step", "predicted", "peak", "predicted", "what the solver chose"]
+        lines += ["", f"## {title}", "", *harness.table(columns, [_cells(row) for row in own]), ""]
+        for entry in stages.get(title, {}).get("kinds", ()):
+            lines.append(f"- {entry['name']} (x {entry['number']}): {entry['text']}")
+        lines += [f"- {note}" for note in stages.get(title, {}).get("notes", ())]
+    return lines
 
 
 def _cells(row: Row) -> list[str]:
@@ -258,7 +270,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_common_arguments(parser)
     parser.add_argument("--resume", type=Path, help="results of an earlier run, whose other networks stay")
+    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     arguments = parser.parse_args(given)
+    if arguments.draw:
+        values = json.loads(arguments.draw.read_text())
+        rows = [Row(**row) for row in values["rows"]]
+        write(arguments.draw.parent, arguments.draw.stem, values["facts"], rows, values["stages"])
+        return
     device = torch.device(arguments.device)
     run = Run(arguments, device)
     networks = [n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.name, arguments.only)]
@@ -273,8 +291,8 @@ def main(given: Sequence[str] | None = None) -> None:
                 harness.release(device)
     except harness.OutOfTimeError:
         print("out of time; what was measured is written", flush=True)
-    run.save()
-    print(f"{run.clock.elapsed_seconds:.0f} s in all")
+    run.save(picture=True)
+    print(f"{run.clock.elapsed_seconds:.0f} s in all; written to {run.files}")
 
 
 if __name__ == "__main__":

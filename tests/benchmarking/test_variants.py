@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from benchmarks import variants
+from benchmarks import variant_picture, variants
 from benchmarks.peer_claim import Row
 
 import lowtide
@@ -41,3 +41,17 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
 def test_a_run_that_is_cut_leaves_valid_results(tmp_path):
     variants.main(["--tiny", "--device", "cpu", "--only", "gpt", "--seconds", "3", "--output", str(tmp_path)])
     assert json.loads((tmp_path / "variants-tiny-cpu.json").read_text())["facts"]["machine"]
+
+
+def test_the_committed_results_are_what_their_figures_give(tmp_path):
+    (tmp_path / "variants-h200.json").write_bytes((variants.RESULTS / "variants-h200.json").read_bytes())
+    variants.main(["--draw", str(tmp_path / "variants-h200.json")])
+    assert (tmp_path / "variants-h200.md").read_text() == (variants.RESULTS / "variants-h200.md").read_text()
+    assert (tmp_path / "variants-h200.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_way_is_in_the_picture():
+    ways = [row["way"] for row in json.loads((variants.RESULTS / "variants-h200.json").read_text())["rows"]]
+    curves = [(prefix, suffix) for prefix, suffix, *_ in variant_picture._CURVES]
+    missing = {way for way in ways if not any(way.startswith(p) and way.endswith(s) for p, s in curves)}
+    assert missing == {"everything stored, through lowtide"}  # upon the point of compiled blocks
