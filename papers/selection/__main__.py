@@ -1,6 +1,7 @@
 """Tables 2 and 3 and figure 5 of Hong et al., executed: peak and time of sets of checkpoints on VGG-19 and AlexNet.
 
     python -m papers.selection --device cuda --seconds 150 --output DIR
+    python -m papers.selection --device cuda --resume DIR/selection-h200.json --output DIR   # go on where a run ended
     python -m papers.selection --tiny                            # seconds on any CPU
 
 Every network is cut into the paper's layers, and its chain is measured. Each method chooses its set from the plain
@@ -44,6 +45,16 @@ SETTINGS = [
 ]
 TINY = [("alexnet", 2)]
 
+STRATEGIES = ("dynamic-selection", "chen")
+
+
+def own_method(strategy: str) -> str:
+    """What the table calls a strategy of lowtide's."""
+    return f"lowtide's {strategy}"
+
+
+LAST_METHOD = own_method(STRATEGIES[-1])
+
 # What a row takes on a GPU before the first was timed.
 GUESS_SECONDS = 4.0
 
@@ -56,6 +67,16 @@ class Run(harness.Run):
         self.rows: list[Row] = []
         self.figure: Figure | None = None
         self.skipped: list[str] = []
+        if arguments.resume:
+            values = self.resumed(arguments.resume)
+            rows = [Row(**row) for row in values["rows"]]
+            whole = {(row.network, row.batch) for row in rows if row.method == LAST_METHOD}
+            self.rows = [row for row in rows if (row.network, row.batch) in whole]
+            self.figure = Figure.from_dict(values["figure_5"]) if values["figure_5"] else None
+
+    def has(self, network: str, batch: int) -> bool:
+        """Whether an earlier run came to the end of a network and batch size."""
+        return any((row.network, row.batch) == (network, batch) for row in self.rows)
 
     def allows(self, what: str) -> bool:
         """Whether there is time for one more row."""
@@ -142,11 +163,11 @@ class Experiment:
                 self.run.add(known[chosen].as_method(method))
             elif self.run.allows(f"{self.name} {self.batch_size}: {method}"):
                 known[chosen] = self.row(method, checkpoint_schedule(method, self.chain, chosen), chosen)
-        for strategy in ("dynamic-selection", "chen"):
+        for strategy in STRATEGIES:
             if self.run.allows(f"{self.name} {self.batch_size}: {strategy}"):
                 least = least_budget(self.chain, strategy)
                 solution = lowtide.solve(self.chain, memory_budget=least, strategy=strategy)
-                self.row(f"lowtide's {strategy}", solution.schedule, None)
+                self.row(own_method(strategy), solution.schedule, None)
 
     def figure_5(self) -> None:
         """Memory over the phases of a step."""
@@ -183,12 +204,15 @@ def main(given: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_common_arguments(parser)
+    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
     arguments = parser.parse_args(given)
     run = Run(arguments, torch.device(arguments.device))
     try:
         with run.clock.enforced():
             for name, batch in TINY if arguments.tiny else SETTINGS:
-                if not harness.is_chosen(name, arguments.only) or not run.allows(f"{name}, batch {batch}"):
+                if run.has(name, batch) or not harness.is_chosen(name, arguments.only):
+                    continue
+                if not run.allows(f"{name}, batch {batch}"):
                     continue
                 try:
                     experiment = Experiment(run, name, batch)

@@ -46,6 +46,12 @@ class Figure:
     stored_error: float
     peak_error: float
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Figure:
+        """The inverse of `dataclasses.asdict`."""
+        phases = {name: [Phase(**phase) for phase in values[name]] for name in ("predicted", "measured")}
+        return cls(**{**values, **phases})
+
 
 def printed(row: Row) -> tuple[int | None, float | None]:
     """The paper's peak in MiB and its seconds, where it has them."""

@@ -76,3 +76,10 @@ def test_a_run_in_small_and_what_it_writes(tmp_path):
     assert written["figure_5"]["peak_error"] < 0.02
     assert "Figure 5" in (tmp_path / "selection-tiny-cpu.md").read_text()
     assert (tmp_path / "selection-tiny-cpu.png").exists()
+    again = tmp_path / "again"
+    command.main(
+        ["--tiny", "--device", "cpu", "--output", str(again), "--resume", str(tmp_path / "selection-tiny-cpu.json")]
+    )
+    resumed = json.loads((again / "selection-tiny-cpu.json").read_text())
+    assert [resumed[key] for key in ("rows", "figure_5")] == [written[key] for key in ("rows", "figure_5")]
+    assert len(resumed["facts"]["earlier"]) == 1
