@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.report.chains import MIB, deep_chain, moving_schedule, periodic_schedule, recomputing_schedule, small_chain
 
-from lowtide import Chain, Stage, simulate, solve
+from lowtide import Backward, Chain, Forward, Schedule, Stage, simulate, solve
 from lowtide.report.text import chart_text, plan_text, solution_text
 
 ESCAPE = re.compile("\x1b\\[[0-9;]*m")
@@ -104,6 +104,13 @@ def test_a_budget_far_above_is_named_and_not_drawn():
     trace = simulate(small_chain(), recomputing_schedule())
     assert "budget" in chart_text(trace, memory_budget=80 * MIB)
     assert "budget" not in chart_text(trace, memory_budget=800 * MIB)
+
+
+def test_labels_of_four_digits_leave_the_axis_in_its_column():
+    wide = Chain("wide", [Stage("a", 1.0, 1.0, output_bytes=1, saved_bytes=1)], base_bytes=int(1008.78 * 1024) - 3)
+    lines = chart_text(simulate(wide, Schedule("by hand", [Forward(1, "all"), Backward(1)])), width=80).splitlines()
+    assert lines[0].startswith("1008.8 KiB┤")
+    assert {line[10] for line in lines[:8]} == {"┤", "│"}
 
 
 def test_a_name_cannot_drive_the_terminal():

@@ -206,7 +206,7 @@ def _chart(trace: Trace, memory_budget: int | None, glyphs: _Glyphs, num_columns
     budget_row = None if drawn_budget is None else min(_NUM_ROWS - 1, int(drawn_budget / top * _NUM_ROWS))
     lines = []
     for row in reversed(range(_NUM_ROWS)):
-        label = format_bytes(top * (row + 1) // _NUM_ROWS) if row in (_NUM_ROWS - 1, _NUM_ROWS // 2 - 1) else ""
+        label = _label(top * (row + 1) // _NUM_ROWS) if row in (_NUM_ROWS - 1, _NUM_ROWS // 2 - 1) else ""
         cells = [(f"{label:>{_LABEL_WIDTH - 1}}{glyphs.tick if label else glyphs.axis}", "dim")]
         is_base = (row + 1) * top / _NUM_ROWS <= base
         for column in columns:
@@ -219,6 +219,15 @@ def _chart(trace: Trace, memory_budget: int | None, glyphs: _Glyphs, num_columns
         lines.append(_line(*cells))
     lines.append(_line((" " * (_LABEL_WIDTH - 1) + glyphs.corner + glyphs.floor * num_columns, "dim")))
     return [*lines, *_lanes(columns, glyphs), _legend(trace, drawn_budget is not None, glyphs)]
+
+
+def _label(num_bytes: int) -> str:
+    """Bytes beside the axis, with a digit less where they would be wider than its column (`1008.78 KiB`)."""
+    label = format_bytes(num_bytes)
+    if len(label) < _LABEL_WIDTH:
+        return label
+    number, unit = label.split()
+    return f"{float(number):.1f} {unit}"
 
 
 def _lanes(columns: Sequence[_Column], glyphs: _Glyphs) -> list[Text]:
