@@ -144,7 +144,7 @@ REGISTRY: dict[str, Entry] = {
         Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
         Entry(
             "selection",
-            "least checkpoints plus largest segment",
+            "least sum of checkpoints and largest segment",
             "Hong §3, algorithm 3",
             f"{_HERE}.selection",
             "Selection",
@@ -166,7 +166,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "opportunist",
-            "recompute optimally, then move what idle links allow",
+            "move a stage whenever the link is free, recompute those between",
             "pofo §5.1",
             f"{_HERE}.opportunist",
             "Opportunist",
@@ -174,7 +174,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "autocapper",
-            "the opportunist at the best of 40 reduced budgets",
+            "rotor for the best of 40 larger memories, then move what is too much",
             "pofo §5.1",
             f"{_HERE}.autocapper",
             "Autocapper",
@@ -190,7 +190,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "weights-greedy",
-            "move weights too: greedy selection and scheduling",
+            "move weights: greedy selection and scheduling",
             "weights §5",
             f"{_HERE}.weights_greedy",
             "WeightsGreedy",
