@@ -103,6 +103,8 @@ def test_wrong_names_and_sizes_are_refused() -> None:
         zoo.make("resnet100")
     with pytest.raises(ZooError, match="length"):
         zoo.make("resnet18", length=3)
+    with pytest.raises(ZooError, match=r"width 30 .* 4 heads"):
+        zoo.make("gpt2", width=30, heads=4)
     with pytest.raises(ZooError, match="dtype"):
         zoo.make("resnet18", dtype="int8")
 

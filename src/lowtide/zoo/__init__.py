@@ -114,11 +114,17 @@ def make(
     for key in given:
         if key not in entry.defaults:
             raise ZooError(f"{name} has no size {key!r}; it has {', '.join(entry.defaults)}")
+    chosen = {**entry.defaults, **given}
+    if chosen.get("width", 0) % chosen.get("heads", 1):
+        raise ZooError(
+            f"{name} of width {chosen['width']} cannot be divided among {chosen['heads']} heads; "
+            "take a width that is a multiple of the heads"
+        )
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ZooError(f"dtype is {dtype!r}, expected float32, bfloat16 or float16")
     function: Callable[..., Any] = getattr(importlib.import_module(entry.module), entry.function)
-    model, sample = function(**entry.settings, **{**entry.defaults, **given})
+    model, sample = function(**entry.settings, **chosen)
     model = model.to(device=device, dtype=kind)
     moved = {key: v.to(device, kind) if v.is_floating_point() else v.to(device) for key, v in sample.items()}
     return model, moved
