@@ -70,6 +70,14 @@ def test_people_see_a_chart(solved):
     assert max(map(len, lines)) <= 80
 
 
+def test_people_are_told_that_moved_weights_cannot_be_trained_with_yet(files, capsys):
+    given = ["solve", files["chain"], "--memory", "20kB", "--bandwidth", "20kB/s", "--strategy"]
+    assert main([*given, "weights-greedy"]) == 0
+    assert "for the simulator only" in capsys.readouterr().out
+    assert main([*given, "pofo"]) == 0
+    assert "for the simulator only" not in capsys.readouterr().out
+
+
 def test_people_see_what_the_conversion_of_a_plan_costs(solved, files, capsys):
     assert main(["solve", files["chain"], "--strategy", "pofo", "--memory", "12kB", "--bandwidth", "20kB/s"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model"))

@@ -33,7 +33,9 @@ Gap = Annotated[float, typer.Option("--gap", metavar="SHARE", help="Stop once th
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", metavar="NAME", help="paper, or lists: values take their room as soon as their copy is queued."
+        "--model",
+        metavar="<paper|lists>",
+        help="paper: the paper's program; lists: values take their room as soon as their copy is queued.",
     ),
 ]
 

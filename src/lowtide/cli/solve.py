@@ -155,9 +155,11 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
         pairs.append(
             (
                 "model",
-                f"{format_seconds(solution.model_seconds)} with memory freed bit by bit; whole values: {more:+.1%}",
+                f"{format_seconds(solution.model_seconds)} if memory were freed bit by bit; as it is {more:+z.1%}",
             )
         )
+    if solution.schedule.manages:
+        pairs.append(("note", "moves weights: for the simulator only; to train, take --strategy pofo"))
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))
