@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.cli.progress import DelayedProgress
 from lowtide.report.figures import save_figure
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds
@@ -116,7 +117,8 @@ def main() -> None:
     put_back(model, state)
     budget = int(plain_peak * SHARE)
     print(f"lowtide.fit(model, batch, memory_budget={format_bytes(budget)!r}) ...\n", flush=True)
-    plan = lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd")
+    with DelayedProgress() as progress:
+        plan = lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd", progress=progress)
     got = steps(model, batch, NUM_STEPS)
     equal = got == expected
     peak, seconds = measured(model, batch)
@@ -131,7 +133,8 @@ def main() -> None:
         save_figure(arguments.figure, trace=trace, memory_budget=plan.memory_budget)
         print(f"\n{arguments.figure} shows the memory of the plan")
     Path(arguments.report).parent.mkdir(parents=True, exist_ok=True)
-    plan.report(arguments.report, patience_seconds=PATIENCE_SECONDS)
+    with DelayedProgress() as progress:
+        plan.report(arguments.report, patience_seconds=PATIENCE_SECONDS, progress=progress)
     print(f"\nthe report: {arguments.report} (open it in a browser)")
     if not equal:
         raise SystemExit("the gradients differ: please report this")

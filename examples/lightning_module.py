@@ -1,7 +1,9 @@
 """A Lightning module that trains within a memory budget: the plan is made when training starts.
 
-python examples/lightning_module.py --budget 4GiB
-python examples/lightning_module.py --tiny
+    python examples/lightning_module.py --budget 4GiB
+    python examples/lightning_module.py --tiny
+
+It needs Lightning, which lowtide does not install: `pip install lightning`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trai
 
 import lowtide
 
+TINY = {
+    "n_layer": 4,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_positions": 32,
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
 
 class Sentences(torch.utils.data.Dataset):
     """Made-up text: counting upwards from a random number."""
@@ -40,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.tiny:
-        model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, n_positions=32))
+        model = GPT2LMHeadModel(GPT2Config(**TINY))
     else:
         model = AutoModelForCausalLM.from_pretrained(arguments.model)
     batch, length = (4, 16) if arguments.tiny else (8, 512)

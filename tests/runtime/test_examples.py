@@ -39,12 +39,12 @@ def test_the_image_classifier():
 
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="transformers' Trainer needs accelerate")
 def test_the_trainer():
-    assert "Stats(num_steps=3" in run("examples/trainer_finetuning.py", "--tiny", "--budget", "1GiB")
+    assert "(3 steps)" in run("examples/trainer_finetuning.py", "--tiny", "--budget", "1GiB")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
 def test_the_lightning_module():
-    assert "Stats(num_steps=3" in run("examples/lightning_module.py", "--tiny", "--budget", "1GiB")
+    assert "(3 steps)" in run("examples/lightning_module.py", "--tiny", "--budget", "1GiB")
 
 
 def test_data_parallel_training():

@@ -151,10 +151,12 @@ def test_it_can_be_printed():
     with lowtide.fit(model, x, memory_budget=budget_of(0.7), **RECOMPUTE) as plan:
         text = str(plan)
         assert re.search(r"\d\.\d\d x plain", text)
+        assert "(before the first step)" in text
         assert "budget" in text
         assert "recomputed" in text
         model(x).sum().backward()
-        assert "(1 steps)" in str(plan)
+        assert "(1 step)" in str(plan)
+        assert re.search(r"measured   .* a step, peak .* \(1 step\)\na step     [1-9]\d* stages", str(plan.stats()))
         assert "attached" in repr(plan)
 
 

@@ -21,7 +21,7 @@ from lowtide.report.text import chart_text
 from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
-from lowtide.runtime.plan_text import plan_text
+from lowtide.runtime.plan_text import plan_text, stats_text
 from lowtide.runtime.signature import Signature, fingerprint
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
@@ -50,6 +50,9 @@ class Stats:
     """How many stages run forward again in a step."""
     moved_bytes_per_step: float
     """Bytes copied between device and host in a step, both ways."""
+
+    def __str__(self) -> str:
+        return stats_text(self)
 
 
 @dataclass(slots=True)
@@ -195,13 +198,18 @@ class Plan:
         return f"{text}\n\n{chart_text(trace, memory_budget=self.memory_budget)}"
 
     def report(
-        self, path: str | os.PathLike[str], *, patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS
+        self,
+        path: str | os.PathLike[str],
+        *,
+        patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS,
+        progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Write the report: one HTML page that shows the plan, what other budgets would cost, and what was measured.
 
         Args:
             path: the HTML file to write.
             patience_seconds: how long all strategies together may solve for other budgets; None: without end.
+            progress: called with the name of what is being tried and the share done, 0 to 1.
 
         Raises:
             PlanError: where the plan knows no chain.
@@ -222,6 +230,7 @@ class Plan:
             bandwidth=self._part.bandwidth or None,
             measured=measured if measured.seconds or measured.peak_bytes else None,
             patience_seconds=patience_seconds,
+            progress=progress,
         )
 
     def __repr__(self) -> str:

@@ -13,11 +13,27 @@ from lowtide.units import format_bytes, format_seconds
 
 
 class Figures(Protocol):
-    """What has been measured; `lowtide.runtime.plan.Stats` is one."""
+    """What was predicted and measured; `lowtide.runtime.plan.Stats` is one."""
 
     @property
     def num_steps(self) -> int:
         """Steps so far."""
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Time of a step, as planned."""
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Peak of a step, as planned."""
+
+    @property
+    def recomputed_per_step(self) -> float:
+        """Stages that run forward again in a step."""
+
+    @property
+    def moved_bytes_per_step(self) -> float:
+        """Bytes copied in a step, both ways."""
 
     @property
     def measured_seconds(self) -> float | None:
@@ -47,15 +63,37 @@ def plan_text(
         if chain is not None and chain.compute_seconds:
             time += f", {predicted.seconds / chain.compute_seconds:.2f} x plain"
         lines.append(f"{time}, peak {format_bytes(predicted.peak_bytes)}")
-    if stats.measured_seconds is not None or stats.measured_peak_bytes is not None:
-        parts = [] if stats.measured_seconds is None else [f"{format_seconds(stats.measured_seconds)} a step"]
-        if stats.measured_peak_bytes is not None:
-            parts.append(f"peak {format_bytes(stats.measured_peak_bytes)}")
-        lines.append(f"  measured   {', '.join(parts)} ({stats.num_steps} steps)")
+    measured = _figures(stats.measured_seconds, stats.measured_peak_bytes)
+    if measured:
+        lines.append(f"  measured   {measured} ({_when(stats.num_steps)})")
     lines += _what_happens(schedule, split)
     lines += _variants(schedule, split, chain)
     lines += [f"  note       {note}" for note in notes]
     return "\n".join(lines)
+
+
+def stats_text(stats: Figures) -> str:
+    """Predicted against measured, in three lines."""
+    predicted = _figures(stats.predicted_seconds, stats.predicted_peak_bytes)
+    measured = _figures(stats.measured_seconds, stats.measured_peak_bytes)
+    moved = format_bytes(round(stats.moved_bytes_per_step))
+    return (
+        f"predicted  {predicted or 'nothing'}\n"
+        f"measured   {measured or 'nothing yet'} ({_when(stats.num_steps)})\n"
+        f"a step     {stats.recomputed_per_step:g} stages recomputed, {moved} moved"
+    )
+
+
+def _figures(seconds: float | None, peak_bytes: int | None) -> str:
+    parts = [] if seconds is None else [f"{format_seconds(seconds)} a step"]
+    return ", ".join(parts if peak_bytes is None else [*parts, f"peak {format_bytes(peak_bytes)}"])
+
+
+def _when(num_steps: int) -> str:
+    """The steps behind what was measured; before the first one it is what `fit` saw in its trial step."""
+    if num_steps == 0:
+        return "before the first step"
+    return "1 step" if num_steps == 1 else f"{num_steps} steps"
 
 
 def _what_happens(schedule: Schedule, split: Split) -> list[str]:
