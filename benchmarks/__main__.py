@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ NAMES = ("startup", "selection", "solvers", "pofo", "weights")
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or NAMES
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"only these: {', '.join(NAMES)}")
+    chosen = parser.parse_args().names or NAMES
     for name in chosen:
         if name not in NAMES:
             print(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}", file=sys.stderr)

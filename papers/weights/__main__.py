@@ -7,6 +7,7 @@ Writes results.json, results.md and figure-4.png beside this file; takes a few m
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -109,6 +110,9 @@ def draw_figure_4(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run everything and write the results."""
+    argparse.ArgumentParser(
+        prog="python -m papers.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     figure_jobs = [(row, bandwidth) for row in FIGURE_4 for bandwidth in BANDWIDTHS]
     jobs = [(row, 12.0) for row in TABLE_1] + figure_jobs
     results = []
