@@ -91,6 +91,8 @@ def test_the_solution_says_what_the_simulator_says() -> None:
     assert dataclasses.astuple(solution.schedule.predicted) == (trace.seconds, trace.peak_bytes, 0.0)
     assert solution.memory_budget == 100
     assert solution.strategy == "rotor"
+    assert str(solution) == "rotor for three, 3 stages: 11.00 s a step (1.222 x plain training), peak 80 B of 100 B"
+    assert str(CHAIN) == "three, 3 stages, 9.00 s a plain step"
     assert solution.solve_seconds > 0
     assert solution.candidates == ()
     assert solve(CHAIN.to_dict(), memory_budget=100, strategy="rotor").schedule == solution.schedule

@@ -29,6 +29,7 @@ from typing import Any
 
 from lowtide.errors import ChainError, shown
 from lowtide.files import read_json, write_json
+from lowtide.units import format_seconds
 
 FORMAT = "lowtide.chain/1"
 
@@ -157,6 +158,9 @@ class Chain:
         _check_fields(self, where=f"chain {self.name!r}")
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.num_stages} stages, {format_seconds(self.compute_seconds)} a plain step"
 
     @property
     def num_stages(self) -> int:

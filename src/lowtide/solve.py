@@ -13,7 +13,7 @@ from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
 from lowtide.strategies.base import AUTO, REGISTRY, Answer, Entry, Problem, find
 from lowtide.trace import Trace
-from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
+from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 
 Progress = Callable[[str, float], None]
 
@@ -76,6 +76,14 @@ class Solution:
     def idle_seconds(self) -> float:
         """How long compute waits for copies."""
         return self.trace.idle_seconds
+
+    def __str__(self) -> str:
+        plain = self.chain.compute_seconds
+        more = f" ({self.seconds / plain:.3f} x plain training)" if plain else ""
+        return (
+            f"{self.strategy} for {self.chain.name}, {self.chain.num_stages} stages: {format_seconds(self.seconds)} a "
+            f"step{more}, peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_budget)}"
+        )
 
 
 def solve(

@@ -90,7 +90,7 @@ def plan_text(
 
 
 def solution_text(solution: Solution, *, width: int | None = None, colour: bool | None = None) -> str:
-    """`plan_text` of a solution: what `print(plan)` shows."""
+    """`plan_text` of a solution."""
     return plan_text(
         solution.chain,
         solution.trace,
