@@ -309,9 +309,10 @@ def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
     for part, value in now.items():
         if saved.get(part) != value:
             raise PlanError(
-                f"the model's {part} are other than when the plan was made"
+                f"the model's {part} are other than when the plan was made; fit this model again"
                 if part != "device"
-                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}"
+                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}; "
+                "move the model there, or fit it again"
             )
 
 

@@ -78,7 +78,7 @@ class Program:
         if schedule.manages:
             raise PlanError(
                 "the schedule moves weights, which only `lowtide simulate` understands so far; solve with "
-                "manage_weights=False"
+                "manage_weights=False, or with a strategy that moves no weights"
             )
         operations, num_stages = coarse.operations, coarse.split.num_stages
         first, backward = _places(operations, num_stages)
