@@ -1,7 +1,7 @@
 """Train an image classifier within a memory budget: one line more than without.
 
 python examples/image_classifier.py --budget 4GiB
-python examples/image_classifier.py --tiny          # a minute on any machine
+python examples/image_classifier.py --tiny          # seconds on any machine
 """
 
 from __future__ import annotations

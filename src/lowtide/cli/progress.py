@@ -24,7 +24,7 @@ class DelayedProgress:
         self._lock = threading.Lock()
         self._bar: Any = None  # rich.progress.Progress, once it shows
         self._task: Any = None
-        self._latest = ("", 0.0)
+        self._latest = ("preparing", 0.0)
         self._timer = threading.Timer(_PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
 
