@@ -119,6 +119,7 @@ def main() -> None:
     print(f"lowtide.fit(model, batch, memory_budget={format_bytes(budget)!r}) ...\n", flush=True)
     with DelayedProgress() as progress:
         plan = lowtide.fit(model, batch, memory_budget=budget, optimizer="sgd", progress=progress)
+    print("training under the plan ...\n", flush=True)
     got = steps(model, batch, NUM_STEPS)
     equal = got == expected
     peak, seconds = measured(model, batch)

@@ -66,7 +66,7 @@ def _overheads(points: Sequence[Point], *algorithms: str) -> str:
         return "no points"
     means = [statistics.fmean(point.overhead(name) or 0.0 for point in both) for name in algorithms]
     return "mean overhead " + ", ".join(
-        f"{name} {100 * mean:.1f} %" for name, mean in zip(algorithms, means, strict=True)
+        f"{name} {100 * mean:z.1f} %" for name, mean in zip(algorithms, means, strict=True)
     )
 
 

@@ -62,7 +62,7 @@ def point_lines(points: Sequence[Point], figure: int) -> list[str]:
         cells = [place, f"{point.memory_budget / 2**30:.2f}", *(_percent(point.overhead(name)) for name in ALGORITHMS)]
         continuous, pofo = point.continuous_seconds, point.seconds["pofo"]
         if continuous is not None and pofo is not None:
-            cells += [_percent(continuous / point.sequential_seconds - 1), f"{100 * (pofo / continuous - 1):+.2f}"]
+            cells += [_percent(continuous / point.sequential_seconds - 1), f"{100 * (pofo / continuous - 1):+z.2f}"]
         else:
             cells += ["", ""]
         lines.append(f"| {point.network} | {' | '.join(cells)} |")
@@ -70,7 +70,7 @@ def point_lines(points: Sequence[Point], figure: int) -> list[str]:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f}"
+    return "–" if share is None else f"{100 * share:z.1f}"
 
 
 def finding_lines(found: Sequence[Finding]) -> list[str]:
