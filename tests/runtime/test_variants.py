@@ -22,6 +22,7 @@ from lowtide.runtime import measure_figures
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import Compilation, CompiledStages, _compiled_function
+from lowtide.runtime.fit import _Fitting
 from lowtide.runtime.measure import _not_dominated, measure_split
 from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
@@ -68,6 +69,18 @@ class BatchNormalised(nn.Module):
 def batch_normalised() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(BatchNormalised(SHAPE[1]) for _ in range(4)))
+
+
+class ReadsStatistics(BatchNormalised):
+    """Its output depends on the statistics, unlike BatchNorm's own."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.norm1.running_var)
+
+
+def reading_statistics() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(ReadsStatistics(SHAPE[1]) for _ in range(4)))
 
 
 @functools.cache
@@ -177,6 +190,16 @@ def test_any_schedule_with_variants_gives_the_numbers_of_the_compiled_model(comp
         assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers(build))
 
 
+def test_statistics_that_a_block_reads_are_as_they_were_when_it_runs_again() -> None:
+    model = reading_statistics()
+    split, compiled, chain = compiled_and_measured(model)
+    operations = [Forward(1, "all"), Forward(2, "keep"), Forward(3, "all"), Forward(4, "all"), Backward(4), Backward(3)]
+    operations += [Forward(2, "all"), Backward(2), Backward(1)]
+    with attach(model, _as_solution(chain, Schedule("by hand", operations)), split=split):
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers(reading_statistics))
+    compiled.remove()
+
+
 def _as_solution(chain: lowtide.Chain, schedule: Schedule) -> lowtide.Solution:
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all", manage_weights=False)
     return dataclasses.replace(solution, schedule=schedule)
@@ -211,6 +234,28 @@ def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_pa
         plan.save(tmp_path / "plan.json")
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
     _check_saved_plan(tmp_path / "plan.json", chosen)
+
+
+def test_a_plan_with_variants_is_corrected_where_a_real_step_takes_more(monkeypatch) -> None:
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1e-3))
+    model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
+    budget = share_of_plain_peak(0.9)
+    options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": BACKEND}}
+    fittings: list[_Fitting] = []
+    make = _Fitting.plan
+    monkeypatch.setattr(
+        _Fitting, "plan", lambda self, *args, **more: fittings.append(self) or make(self, *args, **more)
+    )
+    with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, **options) as plan:
+        first = plan.schedule
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: budget + 100)  # as CUDA might say
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+        with pytest.warns(lowtide.LowtideWarning, match="planning again"):
+            fittings[0]._watch(plan, 1)
+        assert plan.schedule != first
+        assert any(op.variant for op in plan.schedule.operations if isinstance(op, Forward))
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
 
 def _check_saved_plan(path, chosen: set[int]) -> None:
@@ -301,6 +346,36 @@ def test_a_variant_with_other_gradients_is_refused(factor: float, allow_rounding
     assert bool(chain.provenance["notes"]) == refused
     if refused:
         assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
+
+
+class Counting(Block):
+    """Changes a buffer that lean variants save for their backward, which autograd then refuses to run."""
+
+    def __init__(self) -> None:
+        super().__init__(SHAPE[1], 0.0)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.num_calls += 1
+        return super().forward(x) * (1 + 1 / self.num_calls)
+
+
+def counting() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Counting() for _ in range(4)))
+
+
+def test_a_variant_that_fails_is_refused_in_one_line() -> None:
+    model = counting()
+    split, compiled, chain = compiled_and_measured(model)
+    refused = [note for note in chain.provenance["notes"] if "'budget 0'" in note]
+    assert len(refused) == 1  # once for all equal stages
+    assert "it fails: one of the variables needed for gradient computation" in refused[0]
+    assert "\n" not in refused[0]
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="rotor", manage_weights=False)
+    with attach(model, solution, split=split):
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers(counting))
+    compiled.remove()
 
 
 class Flickering(OffBy):

@@ -2,7 +2,8 @@
 
 A stage that runs again must find its buffers as the first run found them, and leave them as they are by then. Which
 buffers a stage changes is seen in its first forward; from then on only those are copied beforehand. The statistics of
-BatchNorm are not even copied: in training its output does not depend on them, so the repeated run is given others.
+BatchNorm are not even copied: in training its output does not depend on them, so the repeated run is given others,
+unless the code of a module around it names them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
 from lowtide.runtime.exchange import Entry, exchanged
+from lowtide.runtime.mentions import mentions
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
-_STATISTICS = {"running_mean", "running_var", "num_batches_tracked"}
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
 class _Place(NamedTuple):
@@ -81,8 +83,10 @@ class StageBuffers:
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
         self._others: list[int] = []
+        are_read = any(mentions(module, _STATISTICS) for _, module in modules)  # by whoever is around the BatchNorm
         for index, place in enumerate(self._places):
-            indices = self._norms.setdefault(place.module, []) if place.may_be_statistic else self._others
+            is_statistic = place.may_be_statistic and not are_read
+            indices = self._norms.setdefault(place.module, []) if is_statistic else self._others
             indices.append(index)
 
     def before(self) -> Snapshot | None:
@@ -209,7 +213,7 @@ class StageBuffers:
     def _spare_for(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like a buffer, which is kept for the next time."""
         known = self._spare.get(index)
-        if known is None or known[0] is not tensor:
+        if known is None or known[0] is not tensor or known[1].dtype != tensor.dtype or known[1].shape != tensor.shape:
             known = self._spare[index] = (tensor, tensor.detach().clone())
         return known[1]
 

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -227,7 +228,7 @@ class _Fitting:
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
         self._planned = replace(self._planned, solution=resimulated(better, chain))
-        plan.use(self._part(self._planned, plan.signature, plan.handler))
+        plan.use_another(partial(self._part, self._planned, plan.signature))
         torch.cuda.reset_peak_memory_stats(self._device)
 
 

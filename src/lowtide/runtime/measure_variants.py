@@ -8,6 +8,7 @@ finds a compiled function that draws dropout's mask anew in its backward, and on
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ _SPREAD_FACTOR = 2
 # In units of the last place of the largest entry: what rounding some intermediate values or not may make of a gradient
 # that is a sum of many terms, where variant 0 and the stage without compilation happen to agree.
 _NUM_LAST_PLACES = 8
+
+_LONGEST_REASON = 120  # letters of somebody else's message in a note of one line
 
 _SEED = 20  # of the gradients from which backward starts; any fixed one
 
@@ -80,10 +83,15 @@ class VariantCheck:
 
     def refusal(self, index: int) -> str | None:
         """Why a variant may not be used, in one line; None where it may."""
-        for _ in range(_NUM_TRIES):
-            reason = self._refusal(self._numbers(index))
-            if reason is None:
-                break
+        try:
+            for _ in range(_NUM_TRIES):
+                reason = self._refusal(self._numbers(index))
+                if reason is None:
+                    break
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of the compiler's, or of autograd: a buffer was saved that forward then changed
+            return f"it fails: {_in_one_line(error)}"
         return reason
 
     def _refusal(self, other: _Numbers) -> str | None:
@@ -135,6 +143,11 @@ class VariantCheck:
             },
             has_drawn,
         )
+
+
+def _in_one_line(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return textwrap.shorten(text, _LONGEST_REASON, placeholder=" ...")
 
 
 def _numbered(what: str, tensors: Sequence[torch.Tensor]) -> dict[_Key, torch.Tensor]:

@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -150,11 +151,6 @@ class Plan:
         return self._part.signature
 
     @property
-    def handler(self) -> Handler:
-        """Who is called in place of the model."""
-        return self._call
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What people should know of it."""
         return (*self.split.notes, *self._part.notes)
@@ -266,6 +262,10 @@ class Plan:
         self._part = part
         part.execution.install()
 
+    def use_another(self, make: Callable[[Handler], Part]) -> None:
+        """Make another part, given who is to be called in place of the model, and go over to it."""
+        self.use(self._made(make))
+
     def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         applies = self._attached and self.model.training and torch.is_grad_enabled()
         if not applies or self._part.execution.is_busy or torch.compiler.is_compiling():
@@ -299,9 +299,12 @@ class Plan:
 
     def _planned_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
         assert self._replan is not None
-        self._part.execution.remove()  # measuring looks at the model as it is
+        return self._made(partial(self._replan, args, kwargs))
+
+    def _made(self, make: Callable[[Handler], Part]) -> Part:
+        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
         try:
-            return self._replan(args, kwargs, self._call)
+            return make(self._call)
         finally:
             self._part.execution.install()
 
