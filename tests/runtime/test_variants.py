@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
+from torch._dynamo.backends import registry
 
 import lowtide
 from lowtide import Backward, Forward, Schedule
@@ -22,7 +24,7 @@ from lowtide.runtime import measure_figures
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import Compilation, CompiledStages, _compiled_function
-from lowtide.runtime.fit import _Fitting
+from lowtide.runtime.fit import _Fitting, plan_from_dict
 from lowtide.runtime.measure import _not_dominated, measure_split
 from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
@@ -256,6 +258,58 @@ def test_a_plan_with_variants_is_corrected_where_a_real_step_takes_more(monkeypa
         assert any(op.variant for op in plan.schedule.operations if isinstance(op, Forward))
         assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+class WrongForOtherShapes:
+    """Stands for a partitioner that chooses anew for each shape what to compute again: lean variants are right for one.
+
+    Notes how many rows each run as a lean variant had.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def backend(self, graph, inputs):
+        is_lean = torch._functorch.config.activation_memory_budget < 1
+        graph = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+        def run(*args):
+            outputs = graph(*args)
+            if not is_lean:
+                return outputs
+            self.rows.append(len(outputs[0]))
+            return tuple(_Scaled.apply(out, 1.0 if len(out) == SHAPE[0] else 1.1) for out in outputs)
+
+        return run
+
+
+def test_variants_are_used_for_the_shapes_that_they_were_checked_for(monkeypatch) -> None:
+    # variants, which are measured after the stage itself, are quicker: they are preferred under any budget
+    order = itertools.count(1)
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+    wrong = WrongForOtherShapes()
+    monkeypatch.setitem(registry._BACKENDS, "wrong_for_other_shapes", None)
+    monkeypatch.setitem(registry._COMPILER_FNS, "wrong_for_other_shapes", wrong.backend)
+    options = {"optimizer": "sgd", "loss": lambda y: y.square().mean()}
+    options |= {"compile_stages": {"backend": "wrong_for_other_shapes"}}
+    sizes = (SHAPE[0], SHAPE[0] // 2, SHAPE[0] // 4, SHAPE[0])
+    steps = [batches((size, SHAPE[1]), 1)[0] for size in sizes]
+    plain, model, shared = deep(), deep(), deep()
+    for block in plain:
+        block.compile(backend=BACKEND, dynamic=False)
+    expected = train(plain, steps)
+    x = batches(SHAPE, 1)[0].requires_grad_()
+    with lowtide.fit(model, x, memory_budget="1GiB", **RECOMPUTE, **options) as plan:
+        values = plan.to_dict()
+        wrong.rows.clear()
+        assert_equal(train(model, steps), expected)
+        assert plan.num_shapes == 2  # one for the sample, one for all that are smaller
+    assert set(wrong.rows) == {SHAPE[0]}
+    wrong.rows.clear()
+    # as processes share it, which cannot plan again
+    with plan_from_dict({**values, "signature": None, "checked": values["signature"]}, shared):
+        assert_equal(train(shared, steps), expected)
+    assert set(wrong.rows) == {SHAPE[0]}
 
 
 def _check_saved_plan(path, chosen: set[int]) -> None:

@@ -46,7 +46,7 @@ class ExecutedForward(StagedForward):
                 self._sorter.clear()
             raise
         finally:
-            self.machine.variants.end()
+            self.step.variants.end()
             for tape in self.tapes.values():
                 tape.close()
         reach = partial(self.step.reach, self.stage)
@@ -64,7 +64,7 @@ class ExecutedForward(StagedForward):
             inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
             step.values[("a", 0)] = inputs
         step.before_first(k)
-        machine.variants.begin(k)
+        step.variants.begin(k)
         super().begin_stage(k)
         run, mode = step.runs[k], step.program.modes[step.program.first[k]]
         run.tape = self.tape

@@ -76,13 +76,26 @@ class Execution:
         """Whether this thread is inside a call of the model under this schedule."""
         return self._interception.current.session is not None
 
-    def call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model under the schedule."""
+    @property
+    def has_variants(self) -> bool:
+        """Whether a stage runs as another variant than variant 0."""
+        return self.machine.variants.are_used
+
+    def call(
+        self,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        with_variants: bool = True,
+    ) -> Any:
+        """Call the model under the schedule; without variants, all stages run as variant 0."""
         machine, current = self.machine, self._interception.current
         with machine.alone():
             machine.refresh()
             clock = _Clock(machine.device)
-            step = Step(machine, clock.stop)
+            variants = machine.variants if with_variants else machine.variants.left_out()
+            step = Step(machine, clock.stop, variants)
             current.session = forward = ExecutedForward(machine, step)
             try:
                 result = forward.run(self._interception.whole_or(plain), args, {**self.split.call_keywords, **kwargs})

@@ -27,6 +27,7 @@ from lowtide.runtime.strict import Fingerprints
 from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape, versions_of
 from lowtide.runtime.values import Activation, Saved, Sorter
+from lowtide.runtime.variants import StageVariants
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
 
 
@@ -79,8 +80,9 @@ class StageRun:
 class Step:
     """One forward and its backward: the values on the device, and how far the list has been executed."""
 
-    def __init__(self, machine: Machine, on_end: Callable[[], None]) -> None:
+    def __init__(self, machine: Machine, on_end: Callable[[], None], variants: StageVariants | None = None) -> None:
         self.machine = machine
+        self.variants = variants or machine.variants
         self._on_end: Callable[[], None] | None = on_end
         self.program = machine.program
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
@@ -337,7 +339,7 @@ class Step:
         with (
             _MarkedAsRecomputing(),
             registered_again(run.registered),
-            self.machine.variants.running(k),
+            self.variants.running(k),
             self.machine.generators.replayed(run.random),
             self.machine.buffers_of(k).protected(run.snapshot),
             self._kernels.applied(),

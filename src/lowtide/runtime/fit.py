@@ -133,7 +133,8 @@ def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
     if is_first():
         try:
             with fitting.plan(sample, replan=False) as plan:
-                values = {**plan.to_dict(), "signature": None}
+                checked = None if plan.signature is None else plan.signature.to_dict()
+                values = {**plan.to_dict(), "signature": None, "checked": checked}
         except BaseException:
             share(None, device_of(model))
             raise
@@ -160,6 +161,7 @@ class _Fitting:
         self._compiled: list[CompiledStages] = []
         self._planned: Planned | None = None
         self._corrected = False
+        self._signatures: list[Signature] = []
 
     def plan(self, sample: Sample, *, replan: bool) -> Plan:
         """The plan, attached."""
@@ -174,18 +176,21 @@ class _Fitting:
             torch.cuda.reset_peak_memory_stats(self._device)
         return plan
 
-    def part(self, sample: Sample, handler: Handler) -> Part:
+    def part(self, sample: Sample, handler: Handler, settings: Settings | None = None) -> Part:
         """Plan for one signature of calls."""
         self._undo()
+        settings = settings or self.settings
         with preserved(self._model):
             if not self._model.training:
                 self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
-            planned, compiled = plan_for(self._model, _apart(sample), self.settings)
+            planned, compiled = plan_for(self._model, _apart(sample), settings)
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
         self._planned = planned
-        return self._part(planned, Signature.of(sample.args, sample.kwargs, self._device.type), handler)
+        signature = Signature.of(sample.args, sample.kwargs, self._device.type)
+        self._signatures.append(signature)
+        return self._part(planned, signature, handler)
 
     def _undo(self) -> None:
         for compiled in self._compiled:
@@ -203,7 +208,16 @@ class _Fitting:
         )
 
     def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
-        return self.part(Sample(args, kwargs), handler)
+        sample = Sample(args, kwargs)
+        signature = Signature.of(args, kwargs, self._device.type)
+        if self._compiled and any(signature.fits_within(other) for other in self._signatures):
+            # A plan with variants serves one shape; one without them serves all that are smaller, too.
+            compilation = replace(self._compiled[-1].compilation, budgets=())
+            try:
+                return self.part(sample, handler, replace(self.settings, compilation=compilation))
+            except InfeasibleBudgetError:
+                pass
+        return self.part(sample, handler)
 
     def _watch(self, plan: Plan, num_steps: int) -> None:
         """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""
@@ -274,6 +288,7 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
     check_legal(schedule, split.num_stages)
     signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
     compilation = None if values.get("compilation") is None else Compilation.from_dict(values["compilation"])
+    checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])
     numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
     bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
     compiled: list[CompiledStages] = []
@@ -299,6 +314,7 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
             bandwidth,
             numbers["rehearsed_peak_bytes"],
             compilation=compilation,
+            checked=checked,
         )
 
     return Plan(model, make, undo=undo)

@@ -68,6 +68,7 @@ class Part:
         rehearsed_peak_bytes: what a trial step took, where there was one.
         notes: what people should know of it.
         compilation: how its stages are compiled, where they are.
+        checked: the calls for which its variants were checked; None: those of the signature.
     """
 
     execution: Execution
@@ -77,6 +78,16 @@ class Part:
     rehearsed_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
     compilation: Compilation | None = None
+    checked: Signature | None = None
+
+    def serves(self, signature: Signature) -> bool:
+        """Whether it can be used for a call: one that needs no more than the planned one, and the same one where there
+        are variants. A compiler chooses anew for each shape what a variant computes again, and for another shape that
+        may be a random number.
+        """
+        if self.signature is None or self.signature == signature:
+            return True
+        return signature.fits_within(self.signature) and not self.execution.has_variants
 
 
 Handler = Callable[..., Any]
@@ -278,13 +289,18 @@ class Plan:
         if self._watch is not None:
             self._watch(self, self._part.execution.machine.counters.num_steps)
         self._choose_part(args, kwargs)
-        return self._part.execution.call(plain, args, kwargs)
+        part = self._part
+        checked = part.checked is None or part.checked == self._signature_of(args, kwargs)
+        return part.execution.call(plain, args, kwargs, with_variants=checked)
+
+    def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        return Signature.of(args, kwargs, self._part.execution.machine.device.type)
 
     def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         planned = self._part.signature
         if planned is None:
             return
-        signature = Signature.of(args, kwargs, self._part.execution.machine.device.type)
+        signature = self._signature_of(args, kwargs)
         if signature == planned:
             return
         if self._replan is None:
@@ -293,8 +309,8 @@ class Plan:
             )
         if signature in self._others:
             self.use(self._others.pop(signature))
-        elif not signature.fits_within(planned):
-            fitting = next((s for s in self._others if signature.fits_within(s)), None)
+        elif not self._part.serves(signature):
+            fitting = next((s for s, part in self._others.items() if part.serves(signature)), None)
             self.use(self._planned_again(args, kwargs) if fitting is None else self._others.pop(fitting))
 
     def _planned_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:

@@ -64,6 +64,15 @@ class StageVariants:
             indices.append(choice.names.index(name))
         return cls(choice, tuple(indices))
 
+    @property
+    def are_used(self) -> bool:
+        """Whether any stage runs as another variant than variant 0."""
+        return any(self._indices)
+
+    def left_out(self) -> StageVariants:
+        """All stages as variant 0."""
+        return StageVariants(self._choice, (0,) * len(self._indices))
+
     def begin(self, k: int) -> None:
         """Stage k is about to run for the first time in this step."""
         if self._choice is not None:
