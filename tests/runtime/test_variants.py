@@ -24,7 +24,7 @@ from lowtide.runtime import measure_figures
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import Compilation, CompiledStages, _compiled_function
-from lowtide.runtime.fit import _Fitting, plan_from_dict
+from lowtide.runtime.fit import _compilation, _Fitting, plan_from_dict
 from lowtide.runtime.measure import _not_dominated, measure_split
 from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
@@ -491,6 +491,12 @@ def test_one_stage_as_two_variants_is_refused() -> None:
     twice += [lowtide.Offload("abar", 1), lowtide.Release("abar", 1), Forward(1, "all", 2), Backward(1)]
     with pytest.raises(lowtide.PlanError, match="runs as one of them"):
         attach(deep(2), Schedule("by hand", twice))
+
+
+@pytest.mark.parametrize(("compile_stages", "is_compiled"), [(False, False), (True, True), ({}, True)])
+def test_no_options_are_options(compile_stages, is_compiled: bool) -> None:
+    compilation = _compilation(compile_stages, variants=False)
+    assert compilation == (Compilation({"dynamic": False}) if is_compiled else None)
 
 
 def test_variants_wants_one_of_its_values() -> None:

@@ -145,9 +145,10 @@ def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
     if variants not in (True, False, "rounding"):
         raise ValueError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
-    if not compile_stages:
-        return None
-    options = {"dynamic": False, **(compile_stages if isinstance(compile_stages, Mapping) else {})}
+    given = compile_stages if isinstance(compile_stages, Mapping) else None
+    if given is None and not compile_stages:
+        return None  # a mapping without options is not: it stands for torch.compile's own
+    options = {"dynamic": False, **(given or {})}
     return Compilation(options, DEFAULT_BUDGETS if variants else ())
 
 
