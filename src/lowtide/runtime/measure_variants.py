@@ -182,8 +182,8 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     if torch.equal(one, other):
         return 0.0
     one, other = _wide(one), _wide(other)
-    differs = ~((one == other) | (one.isnan() & other.isnan()))
-    found = float((one - other)[differs].abs().max()) if differs.any() else 0.0
+    same = (one == other) | (one.isnan() & other.isnan())
+    found = float((one - other).abs().masked_fill_(same, 0.0).max())
     return found if math.isfinite(found) else math.inf
 
 
@@ -196,4 +196,7 @@ def _last_place(tensor: torch.Tensor) -> float:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """With room for differences, and no more than that: blocks can be large."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.float()
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

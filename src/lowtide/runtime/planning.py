@@ -218,10 +218,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
             best = planned
         if abs(off) <= _TOLERANCE * measured and fits:
             break
-        notes.append(
-            f"a rehearsal took {format_bytes(measured)} where {format_bytes(solution.peak_bytes)} was predicted; "
-            "the prediction was corrected"
-        )
+        notes.append(_correction(measured, solution.peak_bytes))
         chain = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + off))
         if best is planned:
             best = dataclasses.replace(planned, solution=resimulated(solution, chain), notes=tuple(notes))
@@ -296,20 +293,26 @@ def _leanest(
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
         raise error from None
     if measured <= settings.memory_budget:
-        note = (
-            f"a rehearsal took {format_bytes(measured)} where {format_bytes(solution.peak_bytes)} was predicted; "
-            "the prediction was corrected"
-        )
+        note = _correction(measured, solution.peak_bytes)
         lower = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + measured - solution.peak_bytes))
         return Planned(split, resimulated(solution, lower), measured, (*notes, note))
     if measured <= error.minimum_bytes:
         raise error from None
+    advice = "raise it" if settings.bandwidth else "raise it, or allow offloading"
     raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
         f"{format_bytes(measured)} ({measured} bytes) that the leanest schedule of this model took in a trial step; "
-        "raise it, or allow offloading",
+        f"{advice}",
         minimum_bytes=measured,
     ) from None
+
+
+def _correction(measured_bytes: int, predicted_bytes: int) -> str:
+    """The note of a trial step that was not as predicted."""
+    return (
+        f"a trial step took {format_bytes(measured_bytes)} where {format_bytes(predicted_bytes)} was predicted; the "
+        "prediction was corrected"
+    )
 
 
 def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
