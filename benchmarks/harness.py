@@ -240,6 +240,23 @@ def write_results(
             plt.close(figure)
 
 
+def panels(plt: Any, names: Sequence[str], *, columns: int, size: tuple[float, float]) -> tuple[Any, dict[str, Any]]:
+    """A figure with a panel for each name.
+
+    Args:
+        plt: matplotlib's pyplot.
+        names: of the panels; at least one.
+        columns: how many panels stand beside each other at the most.
+        size: of a panel, width and height in inches.
+    """
+    width = min(columns, len(names))
+    height = -(-len(names) // width)
+    figure, places = plt.subplots(height, width, figsize=(size[0] * width, size[1] * height), squeeze=False)
+    for panel in places.flat[len(names) :]:
+        panel.set_axis_off()
+    return figure, dict(zip(names, places.flat, strict=False))
+
+
 def _replace(path: Path, content: bytes) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.write_bytes(content)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import bytes_cell, heading, seconds_cell, table
+from benchmarks.harness import bytes_cell, heading, panels, seconds_cell, table
 
 # Medians of equal runs differ by so much: less than this is no difference.
 NOISE = 0.01
@@ -40,6 +40,11 @@ class Row:
     def is_measured(self) -> bool:
         """Whether there is a time and a peak."""
         return self.seconds is not None and self.peak_bytes is not None
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """Where it is drawn: its peak in GiB, its time in milliseconds."""
+        return (self.peak_bytes or 0) / 2**30, (self.seconds or 0) * 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +195,9 @@ def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
     }
     if not networks:
         return None
-    width = 3 if len(networks) in (3, 5, 6) else min(2, len(networks))
-    height = -(-len(networks) // width)
-    figure, panels = plt.subplots(height, width, figsize=(6.6 * width, 4.8 * height), squeeze=False)
-    for panel in panels.flat[len(networks) :]:
-        panel.set_axis_off()
-    for panel, (name, own) in zip(panels.flat, networks.items(), strict=False):
-        _draw_network(panel, name, own)
+    figure, panel_of = panels(plt, list(networks), columns=3 if len(networks) in (3, 5, 6) else 2, size=(6.6, 4.8))
+    for name, own in networks.items():
+        _draw_network(panel_of[name], name, own)
     figure.suptitle(f"Step time against peak memory, {facts['machine']}, torch {facts['torch']}", fontsize=11)
     return figure
 
@@ -211,19 +212,16 @@ def best_of(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
-    def place(row: Row) -> tuple[float, float]:
-        return (row.peak_bytes or 0) / 2**30, (row.seconds or 0) * 1e3
-
     measured = [row for row in rows if row.is_measured]
-    top = OFF_SCALE * max(place(row)[1] for row in measured if row.family != "peer")
+    top = OFF_SCALE * max(row.point[1] for row in measured if row.family != "peer")
     for family, (colour, marker, label) in _STYLES.items():
-        points = [place(row) for row in measured if row.family == family]
+        points = [row.point for row in measured if row.family == family]
         if points:
             panel.plot(*zip(*points, strict=True), marker, color=colour, alpha=0.35, markersize=4)
             panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
     for compiled, (colour, label) in _PEERS.items():
         peers = [row for row in measured if row.family == "peer" and row.compiled == compiled]
-        for index, ((gib, milliseconds), ways) in enumerate(_together((place(row), _short(row.way)) for row in peers)):
+        for index, ((gib, milliseconds), ways) in enumerate(_together((row.point, _short(row.way)) for row in peers)):
             is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
             marker, height = ("^", top) if is_beyond else ("x", milliseconds)
             panel.plot(gib, height, marker, color=colour, markersize=7, label=None if index else label, linestyle="")
@@ -231,7 +229,7 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
             text = {"xytext": (5, -9 if below else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
             panel.annotate(f"{ways}: {milliseconds:.0f} ms" if is_beyond else ways, (gib, height), **text)
     panel.set(title=name, xlabel="measured peak (GiB)", ylabel="step (ms)")
-    panel.set_xlim(0, 1.15 * max(place(row)[0] for row in measured))
+    panel.set_xlim(0, 1.15 * max(row.point[0] for row in measured))
     panel.grid(alpha=0.3)
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=8)

@@ -25,7 +25,7 @@ from benchmarks import harness
 from benchmarks.peer_claim import Row, by_network
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
-from benchmarks.variant_picture import draw
+from benchmarks.variant_picture import WHOLE, draw
 from torch import nn
 
 import lowtide
@@ -40,8 +40,6 @@ RESULTS = Path(__file__).parent / "results"
 # What the GPT-like network is to reach on an H200, in bytes; other networks get shares of the compiled blocks' peak.
 BUDGETS = {"gpt": [int(gib * 2**30) for gib in (11.5, 9.7, 6.7)]}
 SHARES = (0.75, 0.6, 0.42)
-
-WHOLE = "whole model compiled"
 
 
 class Run(harness.Run):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import bytes_cell, heading, seconds_cell, table
+from benchmarks.harness import bytes_cell, heading, panels, seconds_cell, table
 
 # Real peaks of schedules within the same budget differ by what the allocator rounds: so much is the same memory.
 SAME_MEMORY = 0.005
@@ -161,12 +161,8 @@ def draw(plt: Any, facts: dict[str, Any], points: Sequence[Point]) -> Any:
     names = [name for name in networks_of(points) if any(p.network == name and p.is_measured for p in points)]
     if not names:
         return None
-    width = min(3, len(names))
-    height = -(-len(names) // width)
-    figure, panels = plt.subplots(height, width, figsize=(4.6 * width, 3.6 * height), squeeze=False)
-    for panel in panels.flat[len(names) :]:
-        panel.set_axis_off()
-    for panel, name in zip(panels.flat, names, strict=False):
+    figure, panel_of = panels(plt, names, columns=3, size=(4.6, 3.6))
+    for name, panel in panel_of.items():
         for strategy, (colour, marker) in _STYLES.items():
             own = [p for p in points if p.network == name and p.strategy == strategy and p.is_measured]
             found = sorted((p.peak_bytes / 2**30, p.throughput) for p in own if p.peak_bytes)

@@ -220,7 +220,7 @@ class Chain:
             raise ChainError(f"a chain is a JSON object, not {shown(values)}")
         found = values.get("format")
         if found != FORMAT:
-            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}")
+            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide measure writes such a file")
         given = {key: value for key, value in values.items() if key != "format"}
         stages = given.pop("stages", None)
         if not isinstance(stages, list | tuple) or not stages:

@@ -192,7 +192,7 @@ class Schedule:
             raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}")
         found = values.get("format")
         if found != FORMAT:
-            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}")
+            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide solve -o writes such a file")
         known = {"format", "strategy", "operations", "manages", "start", "predicted"}
         for key in values:
             if key not in known:

@@ -149,7 +149,10 @@ def test_version(capsys):
         (["solve", "{missing}", "--memory", "20kB"], "cannot be read"),
         (["solve", "{garbled}", "--memory", "20kB"], "not valid JSON"),
         (["solve", "{chain}", "extra", "--memory", "20kB"], "extra"),
-        (["simulate", "{chain}", "{chain}"], "format is 'lowtide.chain/1'"),
+        (
+            ["simulate", "{chain}", "{chain}"],
+            "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; lowtide solve -o writes such a file",
+        ),
         (["simulate", "{chain}", "{missing}"], "cannot be read"),
         (["compare", "{chain}", "--memory", "lots"], "lots"),
         (["compare", "{chain}", "--strategy", "auto"], "leave it out"),

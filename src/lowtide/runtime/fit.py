@@ -281,7 +281,7 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
     if not isinstance(values, Mapping):
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")
     if values.get("format") != FORMAT:
-        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}")
+        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; plan.save writes such a file")
     _check_fingerprint(values.get("model"), fingerprint(model))
     split = _split_from(values.get("split"))
     schedule = Schedule.from_dict(values.get("schedule") or {})
