@@ -158,6 +158,12 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        # What was pinned stays pinned otherwise: gigabytes after `save_on_cpu`. Older torch has the second.
+        release_host = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+            torch._C, "_host_emptyCache", None
+        )
+        if release_host is not None:
+            release_host()
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

@@ -151,7 +151,11 @@ def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str]
             for name, way in ways_of(run, network).items():
                 if (name == SLOWEST_WAY) != is_slow or not harness.is_chosen(name, only):
                     continue
-                if any((b.network, b.way, b.limit) == (network.title, name, limit) for b in run.batches):
+                known = next(
+                    (b for b in run.batches if (b.network, b.way, b.limit) == (network.title, name, limit)), None
+                )
+                if known is not None:
+                    start = max(start, known.batch or 0)
                     continue
                 if not run.clock.allows(0):
                     run.skipped.append(f"{network.title}: largest batch, {name}, {limit}")
