@@ -34,6 +34,7 @@ from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
 from lowtide.runtime.capture import StageNames, capture
 from lowtide.runtime.compiled import CompiledStages
+from lowtide.runtime.measure_backward import wait_for_autograd
 from lowtide.runtime.measure_figures import Progress, measured_stages, stage_overhead
 from lowtide.runtime.measure_stages import UnfaithfulStageError
 from lowtide.runtime.measure_time import NOTHING, Timing, paced
@@ -209,6 +210,7 @@ def measure_split(
         )
         overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves
+    wait_for_autograd(device)
     kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
     if moves_activations:  # an input that goes by itself cannot be told from one that is moved away
         figures = [figure.with_input_saved() for figure in figures]

@@ -15,7 +15,7 @@ from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.endings import saves_last_before_a_product
-from lowtide.runtime.measure_backward import BackwardStart
+from lowtide.runtime.measure_backward import BackwardStart, wait_for_autograd
 from lowtide.runtime.measure_stages import (
     Saved,
     StagedModel,
@@ -247,6 +247,7 @@ class _Measurer:
         """All but the times."""
         with Meter(self._device, search=False) as meter, no_collection():
             self._warm_up(k, leaves)
+            wait_for_autograd(self._device)
             before_bytes = meter.live_bytes
             meter.reset_peak()
             saved = set[int]()
@@ -274,6 +275,7 @@ class _Measurer:
             del run
             figure = self._with_backward(k, leaves, start, stored_bytes, meter)
             del start
+            wait_for_autograd(self._device)
             if k < self._staged.num_stages:  # the last stage's forward is always followed by its backward
                 dropped_bytes = self._dropped_peak_bytes(k, leaves, meter) - held_bytes - output_bytes
                 extra_bytes = max(extra_bytes, dropped_bytes)
