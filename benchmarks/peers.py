@@ -40,6 +40,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime import planning
 from lowtide.runtime.sample import Sample
+from lowtide.runtime.solving import Settings
 from lowtide.runtime.split import Split
 
 RESULTS = Path(__file__).parent / "results"
@@ -199,7 +200,7 @@ def measured_once() -> Iterator[None]:
     """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
     measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain]](), planning.measured_for
 
-    def remembering(model: nn.Module, sample: Sample, settings: planning.Settings) -> Any:
+    def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
         key = id(model), settings.compilation is not None
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings)

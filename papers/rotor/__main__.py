@@ -30,6 +30,7 @@ from torch import nn
 import lowtide
 from lowtide import zoo
 from lowtide.runtime.measure import capture_and_measure
+from lowtide.runtime.solving import with_reruns_counted
 from lowtide.runtime.split import Split
 from papers.rotor.results import Point, draw, report_lines, summary
 
@@ -141,7 +142,9 @@ class Experiment:
         if not self.run.clock.allows(GUESS_SECONDS if self.run.device.type == "cuda" else 0.0):
             return None
         try:
-            solution = lowtide.solve(self.chain, memory_budget=budget, strategy=strategy, segments=segments)
+            # as `fit` solves: what the executor takes for a repeated stage is in no chain
+            counted = with_reruns_counted(self.chain)
+            solution = lowtide.solve(counted, memory_budget=budget, strategy=strategy, segments=segments).on(self.chain)
         except lowtide.InfeasibleBudgetError:
             return None
         known = self._run_before.get(solution.schedule.operations)

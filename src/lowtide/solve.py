@@ -77,6 +77,20 @@ class Solution:
         """How long compute waits for copies."""
         return self.trace.idle_seconds
 
+    def on(self, chain: Chain) -> Solution:
+        """The same schedule on a chain with other figures; what the strategies said of this one's is left out."""
+        trace = simulate(chain, self.schedule, bandwidth=self.bandwidth or None)
+        predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
+        return replace(
+            self,
+            chain=chain,
+            trace=trace,
+            schedule=replace(self.schedule, predicted=predicted),
+            model_seconds=None,
+            lower_bound_seconds=None,
+            candidates=(),
+        )
+
     def __str__(self) -> str:
         plain = self.chain.compute_seconds
         more = f" ({self.seconds / plain:.3f} x plain training)" if plain else ""

@@ -26,10 +26,11 @@ from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import device_budget, host_budget
 from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
-from lowtide.runtime.planning import Planned, Settings, host_bytes, plan_for, resimulated, solution_for
+from lowtide.runtime.planning import Planned, plan_for
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.signature import Signature, fingerprint
+from lowtide.runtime.solving import Settings, host_bytes, solution_for
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO
@@ -242,7 +243,7 @@ class _Fitting:
             better = solution_for(chain, self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
-        self._planned = replace(self._planned, solution=resimulated(better, chain))
+        self._planned = replace(self._planned, solution=better.on(chain))
         plan.use_another(partial(self._part, self._planned, plan.signature))
         torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -13,20 +13,17 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.runtime.arena import rounded
 from lowtide.runtime.attach import device_of, tier_for
-from lowtide.runtime.capture import StageNames
-from lowtide.runtime.compiled import Compilation, CompiledStages, many_compilations
+from lowtide.runtime.compiled import CompiledStages, many_compilations
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
-from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.rehearsal import Rehearsal, Step, let_go, rehearse
 from lowtide.runtime.sample import Sample
+from lowtide.runtime.solving import Settings, host_bytes, solution_for
 from lowtide.runtime.split import Split
-from lowtide.schedule import Offload, Schedule
-from lowtide.simulate import simulate
-from lowtide.solve import Solution, solve
+from lowtide.schedule import Offload
+from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes, format_seconds
 
@@ -55,26 +52,6 @@ _CLOSE = 1.25
 
 # Steps that are timed to tell two schedules apart.
 _NUM_TIMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What `fit` was asked for; see there."""
-
-    memory_budget: int
-    strategy: str
-    bandwidth: int
-    host_memory_budget: int | None
-    optimizer: Optimizer
-    loss: Callable[[Any], Any] | None
-    stages: StageNames | None
-    grads_resident: bool
-    keeps_result: bool
-    slots: int | None
-    strict: bool
-    progress: Callable[[str, float], None] | None
-    compilation: Compilation | None = None
-    allow_rounding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +198,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
         notes.append(_correction(measured, solution.peak_bytes))
         chain = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + off))
         if best is planned:
-            best = dataclasses.replace(planned, solution=resimulated(solution, chain), notes=tuple(notes))
+            best = dataclasses.replace(planned, solution=solution.on(chain), notes=tuple(notes))
     if best is None:
         least = solution.peak_bytes + max(0, off)
         raise InfeasibleBudgetError(
@@ -295,7 +272,7 @@ def _leanest(
     if measured <= settings.memory_budget:
         note = _correction(measured, solution.peak_bytes)
         lower = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + measured - solution.peak_bytes))
-        return Planned(split, resimulated(solution, lower), measured, (*notes, note))
+        return Planned(split, solution.on(lower), measured, (*notes, note))
     if measured <= error.minimum_bytes:
         raise error from None
     advice = "raise it" if settings.bandwidth else "raise it, or allow offloading"
@@ -346,47 +323,3 @@ def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:
     """
     num_bytes = chain.gradient_bytes(chain.num_stages)
     return num_bytes if settings.loss is None and num_bytes > _LARGEST_NUMBER_BYTES else 0
-
-
-def solution_for(chain: Chain, settings: Settings) -> Solution:
-    """The fastest schedule within the budgets of the device and of the host."""
-
-    def solved(bandwidth: int) -> Solution:
-        return solve(
-            chain,
-            memory_budget=settings.memory_budget,
-            strategy=settings.strategy,
-            bandwidth=bandwidth or None,
-            slots=settings.slots,
-            manage_weights=False,
-            progress=settings.progress,
-        )
-
-    solution = solved(settings.bandwidth)
-    limit = settings.host_memory_budget
-    if limit is not None and host_bytes(chain, solution.schedule) > limit:
-        return solved(0)  # what would have to be moved has no room: recompute instead
-    return solution
-
-
-def resimulated(solution: Solution, chain: Chain) -> Solution:
-    """The same schedule on a chain whose figures were corrected."""
-    trace = simulate(chain, solution.schedule, bandwidth=solution.bandwidth or None)
-    predicted = solution.schedule.predicted
-    if predicted is not None:
-        predicted = dataclasses.replace(predicted, peak_bytes=trace.peak_bytes)
-    schedule = dataclasses.replace(solution.schedule, predicted=predicted)
-    return dataclasses.replace(solution, chain=chain, trace=trace, schedule=schedule)
-
-
-def host_bytes(chain: Chain, schedule: Schedule) -> int:
-    """What the lower tier must hold at the most: every value that is offloaded, once."""
-    values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
-    total = 0
-    for kind, k in values:
-        stage = chain.stages[k - 1] if k else None
-        if kind == "a":
-            total += rounded(chain.activation_bytes(k))
-        elif stage is not None:
-            total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
-    return total
