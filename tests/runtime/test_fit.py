@@ -16,7 +16,7 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
-from lowtide.runtime import planning
+from lowtide.runtime import planning, rehearsal
 from lowtide.runtime.file_tier import FileTier
 from lowtide.runtime.meter import Meter
 
@@ -281,6 +281,26 @@ def test_a_device_that_has_less_memory_than_the_budget_is_planned_for(monkeypatc
         assert sum("ran out of device memory" in note for note in plan.notes) == 3  # 1, 0.9 and 0.81 of it
         assert_equal(train(model, inputs), train(deep(), inputs))
     assert tried[:4] == [budget, *(pytest.approx(budget * 0.9**k, abs=3) for k in (1, 2, 3))]
+
+
+def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
+    real, num_runs = rehearsal._run, []
+
+    def full_at_second(model, step):
+        num_runs.append(1)
+        if len(num_runs) == 2:
+            raise torch.OutOfMemoryError("no block is large enough")
+        real(model, step)
+
+    monkeypatch.setattr(rehearsal, "_MORE_STEPS", {"cpu": 1})
+    monkeypatch.setattr(rehearsal, "_run", full_at_second)
+    budget, model, inputs = budget_of(1.3), deep(), batches(SHAPE, 3)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+        assert plan.stats().predicted_peak_bytes <= 0.9 * budget
+        assert sum("ran out of device memory" in note for note in plan.notes) == 1
+        assert len(num_runs) >= 4
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert_equal(train(model, inputs), train(deep(), inputs))
 
 
 def test_a_device_without_memory_is_said_to_be_so(monkeypatch):

@@ -19,6 +19,10 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 
+# Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
+# run out of memory where that did not.
+_MORE_STEPS = {"cuda": 1}
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -58,7 +62,7 @@ def rehearse(
         model: the model.
         step: how it is trained.
         execution_for: makes the execution, given who is to be called in place of the model.
-        num_timed: how many steps to time after the first.
+        num_timed: how many steps to time after the first; on CUDA there is one more in any case.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     holder: list[Execution] = []
@@ -78,11 +82,12 @@ def rehearse(
             with Meter(device) as meter:
                 _run(model, step)
                 peak_bytes = meter.peak_bytes
+            num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin = _now(device)
-            for _ in range(num_timed):
+            for _ in range(num_more):
                 _set_gradients(model, resident=step.grads_resident)
                 _run(model, step)
-            seconds = (_now(device) - begin) / max(1, num_timed)
+            seconds = (_now(device) - begin) / max(1, num_more)
         finally:
             execution.remove()
             holder.clear()
