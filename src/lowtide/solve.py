@@ -78,7 +78,10 @@ class Solution:
         return self.trace.idle_seconds
 
     def on(self, chain: Chain) -> Solution:
-        """The same schedule on a chain with other figures; what the strategies said of this one's is left out."""
+        """The same schedule on a chain with other figures, over a duplex link.
+
+        What the strategies said of this chain (candidates, bounds, times in their own models) is left out.
+        """
         trace = simulate(chain, self.schedule, bandwidth=self.bandwidth or None)
         predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
         return replace(

@@ -9,6 +9,7 @@ import lowtide
 from lowtide import zoo
 from lowtide.runtime.capture import capture
 from lowtide.runtime.capture_check import check_gradients, plain_noise
+from lowtide.runtime.measure_backward import wait_for_autograd
 from lowtide.runtime.meter import Meter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -43,6 +44,17 @@ def test_nothing_is_left_behind_on_the_device() -> None:
     assert torch.cuda.memory_allocated() == before + allocated
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(torch.equal(value, buffers[key]) for key, value in model.state_dict().items())
+
+
+def test_autograd_holds_nothing_after_waiting() -> None:
+    leaf = torch.ones(2**22, device="cuda", requires_grad=True)
+    live = []
+    for _ in range(300):
+        gradients = torch.autograd.grad((leaf * 2).sum(), leaf)
+        del gradients
+        wait_for_autograd(leaf.device)
+        live.append(torch.cuda.memory_allocated())
+    assert max(live) - min(live) < 2**20  # the gradient has 16 MiB
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -243,7 +243,7 @@ class _Fitting:
             better = solution_for(chain, self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
-        self._planned = replace(self._planned, solution=better.on(chain))
+        self._planned = replace(self._planned, solution=better)
         plan.use_another(partial(self._part, self._planned, plan.signature))
         torch.cuda.reset_peak_memory_stats(self._device)
 
