@@ -241,7 +241,7 @@ def write_results(
 
         figure: Any = draw(plt)
         if figure is not None:
-            figure.tight_layout()
+            figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)  # with room for a title above all panels
             figure.savefig(folder / f"{stem}.png", dpi=120)
             plt.close(figure)
 

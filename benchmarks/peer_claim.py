@@ -221,10 +221,12 @@ def _draw_network(panel: Any, name: str, rows: Sequence[Row]) -> None:
             panel.plot(*zip(*best_of(points), strict=True), f"{marker}-", color=colour, label=label, markersize=4)
     for compiled, (colour, label) in _PEERS.items():
         peers = [row for row in measured if row.family == "peer" and row.compiled == compiled]
+        if peers:
+            panel.plot([], [], "x", color=colour, markersize=7, label=label, linestyle="")  # for the legend
         for index, ((gib, milliseconds), ways) in enumerate(_together((row.point, _short(row.way)) for row in peers)):
             is_beyond = milliseconds > top  # else one way that takes ten times as long would flatten all others
             marker, height = ("^", top) if is_beyond else ("x", milliseconds)
-            panel.plot(gib, height, marker, color=colour, markersize=7, label=None if index else label, linestyle="")
+            panel.plot(gib, height, marker, color=colour, markersize=7, linestyle="")
             below = is_beyond or index % 2  # neighbours' names do not cover each other
             text = {"xytext": (5, -9 if below else 3), "textcoords": "offset points", "fontsize": 7, "color": colour}
             panel.annotate(f"{ways}: {milliseconds:.0f} ms" if is_beyond else ways, (gib, height), **text)

@@ -4,6 +4,7 @@
     python -m papers.rotor --device cuda --full                       # every network, image and batch size; hours
     python -m papers.rotor --device cuda --only resnet101 --image 1000 --batch 8 --budgets 10
     python -m papers.rotor --device cuda --resume DIR/rotor-h200.json --output DIR    # go on where a run ended
+    python -m papers.rotor --draw DIR/rotor-h200.json                 # table and picture again, no measuring
     python -m papers.rotor --tiny                                     # seconds on any CPU
 
 For each network: its chain is measured once; plain training is run; then, under lowtide's executor, `segments` at
@@ -18,6 +19,7 @@ at the end.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,15 +85,7 @@ class Run(harness.Run):
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results; drawing takes a second, and is left for the end."""
-        values = {
-            "facts": self.facts,
-            "summary": summary(self.points),
-            "points": [asdict(point) for point in self.points],
-            "notes": self.notes,
-        }
-        lines = report_lines(self.facts, self.points, self.notes)
-        picture_of = (lambda plt: draw(plt, self.facts, self.points)) if picture else None
-        harness.write_results(self.folder, self.stem, values, lines, picture_of)
+        write(self.folder, self.stem, self.facts, self.points, self.notes, picture=picture)
 
     def add(self, point: Point) -> None:
         """A new point."""
@@ -107,6 +101,20 @@ class Run(harness.Run):
     def say_where(self) -> None:
         """Print the folder."""
         print(f"written to {self.files}")
+
+
+def write(
+    folder: Path, stem: str, facts: dict[str, Any], points: list[Point], notes: list[str], *, picture: bool = True
+) -> None:
+    """JSON, table and picture of some points."""
+    values = {
+        "facts": facts,
+        "summary": summary(points),
+        "points": [asdict(point) for point in points],
+        "notes": notes,
+    }
+    picture_of = (lambda plt: draw(plt, facts, points)) if picture else None
+    harness.write_results(folder, stem, values, report_lines(facts, points, notes), picture_of)
 
 
 class Experiment:
@@ -219,7 +227,13 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--budgets", type=int, help="budgets for rotor and revolve (default: 10; 5 with --seconds)")
     parser.add_argument("--segments", type=int, help="numbers of segments (default: 10; 3 with --seconds)")
     parser.add_argument("--resume", type=Path, help="results of an earlier run; networks in it are left out")
+    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     arguments = parser.parse_args(given)
+    if arguments.draw:
+        values = json.loads(arguments.draw.read_text())
+        points = [Point(**point) for point in values["points"]]
+        write(arguments.draw.parent, arguments.draw.stem, values["facts"], points, values["notes"])
+        return
     short = arguments.seconds is not None or arguments.tiny
     arguments.budgets = arguments.budgets or (5 if short else 10)
     arguments.segments = arguments.segments or (3 if short else 10)
