@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from tests.runtime import models
+from tests.runtime.schedules import random_schedule
 from tests.runtime.test_living_with_others import SHAPE, N, every_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
@@ -227,6 +228,37 @@ def test_values_are_compared_in_strict_mode():
     model = make(nn.Tanh())
     lowtide.attach(model, recomputing(5), strict=True)
     assert_equal(train(model, batches((6, 4), 3)), train(make(nn.Tanh()), batches((6, 4), 3)))
+
+
+class ReadsStatistics(nn.Module):
+    """Its code names the statistics, so that they are put back when it runs again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x) * (1 + self.norm.running_var)
+
+
+def test_strict_mode_takes_statistics_that_are_read():
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), ReadsStatistics(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    with lowtide.attach(make(), recomputing(5), strict=True) as plan:
+        inputs = batches((6, 4), 3)
+        assert_equal(train(plan.model, inputs), train(make(), inputs))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strict_mode_takes_what_repeats_itself(seed):
+    """Statistics of BatchNorm, dropout, buffers that change: all are as they were in the first run."""
+    schedule = random_schedule(8, seed, drops=0.0)
+    inputs = batches(SHAPE, 3)
+    with lowtide.attach(models.stages_of_every_kind(), schedule, strict=True) as plan:
+        assert_equal(train(plan.model, inputs), train(models.stages_of_every_kind(), inputs))
+        assert plan.stats().recomputed_per_step > 0
 
 
 def test_switching_to_eval_before_backward_is_told():

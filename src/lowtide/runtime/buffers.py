@@ -89,6 +89,12 @@ class StageBuffers:
             indices = self._norms.setdefault(place.module, []) if is_statistic else self._others
             indices.append(index)
 
+    @property
+    def statistics(self) -> frozenset[int]:
+        """The addresses of the storages of BatchNorm's statistics, which autograd saves and training does not read."""
+        tensors = (place.tensor for place in self._places if place.may_be_statistic and place.module.training)
+        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
+
     def before(self) -> Snapshot | None:
         """Note the buffers before a first run; None where there are none."""
         attributes = self._attributes.before()

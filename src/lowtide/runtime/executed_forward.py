@@ -73,7 +73,7 @@ class ExecutedForward(StagedForward):
         if mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
             if machine.strict:
-                run.fingerprints = Fingerprints()
+                run.fingerprints = Fingerprints(machine.buffers_of(k).statistics)
                 sink = noting(sink, run.fingerprints)
             self._hooks = run.placeholders.first_run(step, sink)
             self._begin_call = run.placeholders.begin_call

@@ -11,23 +11,29 @@ from lowtide.runtime.saved import Sink
 
 
 class Fingerprints:
-    """Of the tensors that one run of a stage saves; taken when it ends, since some are filled late."""
+    """Of the tensors that one run of a stage saves; taken when it ends, since some are filled late.
 
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+    Args:
+        ignored: addresses of storages that a run changes after it has saved them, and whose values do not matter.
+    """
+
+    def __init__(self, ignored: frozenset[int] = frozenset()) -> None:
+        self._ignored = ignored
+        self._tensors: list[torch.Tensor | None] = []
         self._sums: list[int | None] = []
 
     @classmethod
     def of(cls, tensors: list[torch.Tensor]) -> Fingerprints:
         """Those of tensors that are complete."""
         made = cls()
-        made._tensors = tensors
+        made._tensors = [*tensors]
         made.finish()
         return made
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor."""
-        self._tensors.append(tensor.detach())
+        is_ignored = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._ignored
+        self._tensors.append(None if is_ignored else tensor.detach())
 
     def finish(self) -> None:
         """The run has ended: keep the fingerprints alone."""
@@ -37,7 +43,7 @@ class Fingerprints:
     def compare(self, first: Fingerprints, name: str) -> None:
         """Refuse values that are not those of the first run."""
         for index, (one, other) in enumerate(zip(first._sums, self._sums, strict=True)):
-            if one != other:
+            if one is not None and one != other:
                 raise ExecutionError(
                     f"stage {name!r} saved other values when it ran again (tensor {index} of {len(self._sums)}): it or "
                     "a stage before it depends on something besides its input, parameters, buffers and random numbers"
@@ -55,8 +61,8 @@ def noting(sink: Sink | None, fingerprints: Fingerprints) -> Sink:
     return noting
 
 
-def _fingerprint(tensor: torch.Tensor) -> int | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+def _fingerprint(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes())
