@@ -11,6 +11,7 @@ import torch
 from tests.runtime import models
 from tests.runtime.schedules import random_schedule
 from tests.runtime.test_living_with_others import SHAPE, N, every_schedule, recomputing
+from tests.runtime.test_mentions import Direct
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
@@ -230,21 +231,12 @@ def test_values_are_compared_in_strict_mode():
     assert_equal(train(model, batches((6, 4), 3)), train(make(nn.Tanh()), batches((6, 4), 3)))
 
 
-class ReadsStatistics(nn.Module):
-    """Its code names the statistics, so that they are put back when it runs again."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.norm(x) * (1 + self.norm.running_var)
-
-
 def test_strict_mode_takes_statistics_that_are_read():
+    """A module whose code names them has them put back when it runs again."""
+
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), ReadsStatistics(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return nn.Sequential(nn.Linear(4, 4), Direct(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     with lowtide.attach(make(), recomputing(5), strict=True) as plan:
         inputs = batches((6, 4), 3)

@@ -18,8 +18,8 @@ from lowtide.solve import Solution, solve
 # What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.
 # Without it, a network of many small stages has dozens of them repeated one by one for next to nothing: DenseNet-121's
 # chain of an H200, within 5.3 GiB, 87 stages in 30 places for 64.5 ms; with it 44 in 3 places for 64.7 ms, as
-# simulated. There such schedules took 0.3 to 0.6 ms longer than simulated for each repeated stage, as launching fell
-# behind; where the device is the limit most of that is hidden. The result is much the same for 20 to 100 us.
+# simulated. There such schedules took 0.2 to 0.8 ms longer than simulated for each repeated stage, presumably because
+# launching fell behind; ResNets, whose kernels are long, took no longer. Much the same comes of 20 to 100 us.
 _RERUN_SECONDS = 50e-6
 
 
