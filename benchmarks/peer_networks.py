@@ -30,13 +30,20 @@ class Network:
     """Networks of a lower group are finished first."""
 
 
-def from_zoo(name: str, dtype: str = "float32", **sizes: int) -> Callable[[str, int | None], Made]:
-    """A network of lowtide's zoo."""
+def from_zoo(
+    name: str, dtype: str = "float32", *, channels_last: bool = False, **sizes: int
+) -> Callable[[str, int | None], Made]:
+    """A network of lowtide's zoo; with `channels_last` its weights and the pictures are laid out so."""
 
     def make(device: str, batch: int | None) -> Made:
         given = sizes if batch is None else {**sizes, "batch": batch}
         with torch.device(device):  # made where it is used: quicker than moving it there
-            return zoo.make(name, device=device, dtype=dtype, **given)
+            model, sample = zoo.make(name, device=device, dtype=dtype, **given)
+        if not channels_last:
+            return model, sample
+        layout = torch.channels_last
+        pictures = {key: value.to(memory_format=layout) for key, value in sample.items() if value.dim() == 4}
+        return model.to(memory_format=layout), {**sample, **pictures}
 
     return make
 
@@ -96,6 +103,13 @@ NETWORKS = [
         0,
     ),
     Network(
+        "resnet101-channels-last",
+        "ResNet-101 with channels last, batch 16, 500 px, fp32",
+        from_zoo("resnet101", channels_last=True, batch=16, image=500),
+        "network.blocks",
+        0,
+    ),
+    Network(
         "vit",
         "ViT-L/16, batch 64, 384 px, bf16",
         vit(
@@ -132,6 +146,13 @@ TINY = [
         0,
     ),
     Network("resnet18", "ResNet-18, batch 2, 64 px", from_zoo("resnet18", batch=2, image=64), "network.blocks", 0),
+    Network(
+        "resnet18-channels-last",
+        "ResNet-18 with channels last, batch 2, 64 px",
+        from_zoo("resnet18", channels_last=True, batch=2, image=64),
+        "network.blocks",
+        0,
+    ),
     Network(
         "vit",
         "ViT 4 x 64, batch 4, 32 px",

@@ -20,7 +20,7 @@ from torch._dynamo.backends import registry
 import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
-from lowtide.runtime import measure_figures
+from lowtide.runtime import measure_figures, planning
 from lowtide.runtime.attach import attach
 from lowtide.runtime.capture import capture
 from lowtide.runtime.compiled import Compilation, CompiledStages, _compiled_function
@@ -566,3 +566,47 @@ def test_inductor_gives_the_same_gradients_in_each_variant_in_16_bits() -> None:
     compiled.remove()
     assert not chain.provenance["notes"]
     assert [variant.name for variant in chain.stages[0].variants] == ["budget 0"]
+
+
+class Convolution(nn.Module):
+    def __init__(self, kernel: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 3, kernel, padding="same")
+
+    def forward(self, x):
+        return torch.relu(self.convolution(x))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "weights_are", "pictures_are", "backend", "expected"),
+    [
+        (3, torch.contiguous_format, torch.contiguous_format, "inductor", True),
+        (1, torch.contiguous_format, torch.contiguous_format, "inductor", True),
+        (3, torch.channels_last, torch.contiguous_format, "inductor", False),
+        (1, torch.channels_last, torch.channels_last, "inductor", False),
+        (3, torch.contiguous_format, torch.contiguous_format, BACKEND, False),
+    ],
+)
+def test_blocks_copy_pictures_that_are_laid_out_otherwise(
+    kernel, weights_are, pictures_are, backend, expected: bool
+) -> None:
+    model = nn.Sequential(Convolution(kernel), Convolution(kernel)).to(memory_format=weights_are)
+    pictures = torch.zeros(2, 3, 8, 8).to(memory_format=pictures_are)
+    compiled = CompiledStages(model, capture(model, pictures, blocks=True), {"backend": backend})
+    try:
+        assert compiled.copies_pictures([pictures]) == expected
+        # what the compiled blocks are handed is laid out as it says
+        assert model._modules["0"]._call_impl(pictures).is_contiguous() == (expected or backend == BACKEND)
+    finally:
+        compiled.remove()
+
+
+def test_fit_says_how_to_lay_out_pictures(monkeypatch) -> None:
+    def stop(*_, **__):
+        raise KeyboardInterrupt  # before anything is compiled
+
+    monkeypatch.setattr(planning, "measure_split", stop)
+    model = nn.Sequential(Convolution(3), Convolution(3))
+    advice = pytest.warns(lowtide.LowtideWarning, match=r"model\.to\(memory_format=torch\.channels_last\)")
+    with advice, pytest.raises(KeyboardInterrupt):
+        lowtide.fit(model, torch.zeros(2, 3, 8, 8), memory_budget="1GiB", compile_stages=True, **RECOMPUTE)

@@ -145,6 +145,16 @@ class CompiledStages:
         """How many ways stage k can run; 1 where nothing of it is compiled."""
         return self._num_variants.get(k, 1)
 
+    def copies_pictures(self, sample: Iterable[torch.Tensor]) -> bool:
+        """Whether inductor copies what the convolutions of each unit read into another layout, and back.
+
+        It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation:
+        with channels last where the sample or a weight was.
+        """
+        weights = [m.weight for unit, _ in self._calls for m in unit.modules() if isinstance(m, nn.Conv2d)]
+        is_inductor = self.compilation.options.get("backend", "inductor") == "inductor"
+        return is_inductor and bool(weights) and not any(map(_has_channels_last, (*weights, *sample)))
+
     def install(self) -> None:
         """Run the units compiled."""
         for module, call in self._calls:
@@ -225,6 +235,10 @@ def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, Sta
             module = model.get_submodule(unit.path)
             if unit.path and next(module.children(), None) is not None and _ATTRIBUTE not in vars(module):
                 yield k, stage, place, module
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _most_frequent(kinds: Iterable[str]) -> set[str]:

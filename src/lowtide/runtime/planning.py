@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError
+from lowtide.errors import InfeasibleBudgetError, LowtideWarning
 from lowtide.runtime.attach import device_of, tier_for
 from lowtide.runtime.compiled import CompiledStages, many_compilations
 from lowtide.runtime.execution import Execution
@@ -52,6 +53,13 @@ _CLOSE = 1.25
 
 # Steps that are timed to tell two schedules apart.
 _NUM_TIMED = 3
+
+
+# Blocks of ResNet-101 in fp32, 500 px, compiled one by one on an H200: 59 ms on the device as it is, and 39 ms so.
+_LAYOUT_ADVICE = (
+    "each compiled block copies its pictures into another layout, and back; convert once: "
+    "model.to(memory_format=torch.channels_last), and the pictures likewise"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,8 @@ def measured_for(
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
         compiled = None if compilation is None else compilation.of(model, split)
+        if compiled is not None and compiled.copies_pictures(sample.tensors()):
+            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
         try:
             chain = measure_split(
                 model,
