@@ -35,6 +35,9 @@ NUM_STEPS = 2
 SLOWEST_WAY = "save_on_cpu"  # it allocates pinned memory, some seconds each time
 
 
+CUT = "the search was cut"
+
+
 @dataclass
 class Batches:
     """The largest batch of one way within one limit."""
@@ -46,24 +49,43 @@ class Batches:
     """The largest that was seen to train; 0: not even one; None: not known."""
     note: str = ""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the search for it came to its end."""
+        return self.note != CUT
 
-def largest(fits: Callable[[int], bool], start: int) -> int:
-    """The largest whole number for which `fits` holds, to within one in `RESOLUTION`; 0 where it does for none.
+
+class Search:
+    """Looks for the largest whole number for which `fits` holds, to within one in `RESOLUTION`; 0: it does for none.
 
     Args:
         fits: holds up to some number and not beyond it.
-        start: the first to try.
     """
-    low, high, tried = 0, None, max(1, start)
-    while high is None or high - low > max(1, low // RESOLUTION):
-        if fits(tried):
-            low = tried
-        else:
-            high = tried
-        tried = 2 * low if high is None else max(1, (low + high) // 2)
-        if high is not None and tried == low:
-            break
-    return low
+
+    def __init__(self, fits: Callable[[int], bool]) -> None:
+        self._fits = fits
+        self._high: int | None = None
+        self.low = 0
+        """The largest seen to fit."""
+
+    def run(self, start: int) -> int:
+        """The number; from `start` on it is gone up or down in steps that double, and the last of them is halved."""
+        tried, step = max(1, start), _resolution(start)
+        while self._high is None or self._high - self.low > _resolution(self.low):
+            if self._fits(tried):
+                self.low = tried
+            else:
+                self._high = tried
+            if self._high is None or self.low == 0:
+                tried = max(1, tried + step if self._high is None else tried - step)
+                step *= 2
+            else:
+                tried = (self.low + self._high) // 2
+        return self.low
+
+
+def _resolution(number: int) -> int:
+    return max(1, number // RESOLUTION)
 
 
 @contextmanager
@@ -104,8 +126,8 @@ def ways_of(run: Run, network: Network) -> dict[str, Way]:
 
     @contextmanager
     def planned(model: nn.Module, batch: Any, limit_bytes: int) -> Iterator[Any]:
-        budget = int(limit_bytes * (1 - LEFT_FOR_GAPS)) if run.device.type == "cuda" else limit_bytes
         options: dict[str, Any] = {"optimizer": harness.without_state(model), "keeps_result": False}
+        budget = budget_within(run, limit_bytes)
         with lowtide.fit(model, batch, memory_budget=budget, strategy="rotor", bandwidth=0, **options):
             yield model
 
@@ -143,6 +165,38 @@ def trains(run: Run, network: Network, way: Way, limit_bytes: int, batch_size: i
             return False
 
 
+def likely_batch(run: Run, network: Network, limit_bytes: int, known: int) -> int:
+    """The batch whose leanest schedule just stays within lowtide's budget: bytes are taken to grow evenly with it.
+
+    A trial of `fit` takes long where it fails, since it runs the leanest schedule to say what it needs.
+
+    Args:
+        run: says where.
+        network: the network.
+        limit_bytes: the limit.
+        known: a batch that trains within the limit.
+    """
+    sizes = [known, 2 * known]  # stages are measured one by one: that takes less than any schedule
+    least: list[int] = []
+    for size in sizes:
+        harness.release(run.device)
+        model, batch = network.make(str(run.device), size)
+        optimizer = harness.without_state(model)
+        chain = lowtide.measure(model, batch, optimizer=optimizer, keeps_result=False, moves_activations=False)
+        try:
+            lowtide.solve(chain, memory_budget=1, strategy="rotor", manage_weights=False)
+        except lowtide.InfeasibleBudgetError as error:
+            least.append(error.minimum_bytes)
+        del model, batch, optimizer
+    slope = (least[1] - least[0]) / (sizes[1] - sizes[0])
+    return max(known, int(sizes[0] + (budget_within(run, limit_bytes) - least[0]) / max(1.0, slope)))
+
+
+def budget_within(run: Run, limit_bytes: int) -> int:
+    """The budget that lowtide is given within a limit."""
+    return int(limit_bytes * (1 - LEFT_FOR_GAPS)) if run.device.type == "cuda" else limit_bytes
+
+
 def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str], only: Sequence[str] = ()) -> None:
     """All networks, limits and ways (or some), in that order, but the slowest way last; written after each."""
     for is_slow, network in itertools.product((False, True), networks):
@@ -156,20 +210,33 @@ def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str]
                 )
                 if known is not None:
                     start = max(start, known.batch or 0)
-                    continue
+                    if known.is_known:
+                        continue
+                    run.batches.remove(known)
                 if not run.clock.allows(0):
                     run.skipped.append(f"{network.title}: largest batch, {name}, {limit}")
                     continue
-                entry = Batches(network.title, name, limit, None)
-                fits = functools.partial(trains, run, network, way, parse_bytes(limit))
-                try:
-                    entry.batch = largest(fits, start)
-                    start = max(start, entry.batch)  # lowtide, which takes longest to try, begins with the best
-                except Exception as error:  # one way must not take the others with it
-                    entry.note = harness.reason(error)
-                run.batches.append(entry)
-                run.save()
-                print(f"{network.title}: {name} within {limit}: {entry.batch} {entry.note}", flush=True)
+                entry = Batches(network.title, name, limit, known.batch if known else None, CUT)
+                start = max(start, look_for(run, network, way, entry, start))
+
+
+def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -> int:
+    """Search one largest batch and put it among the results, as far as it came; returns it, 0 where it is not known."""
+    limit_bytes = parse_bytes(entry.limit)
+    search = Search(functools.partial(trains, run, network, way, limit_bytes))
+    try:
+        if entry.way == "lowtide":
+            start = likely_batch(run, network, limit_bytes, start)
+        entry.batch = search.run(start)
+        entry.note = ""
+    except Exception as error:  # one way must not take the others with it
+        entry.note = harness.reason(error)
+    finally:  # a run that is cut leaves what it has seen
+        entry.batch = max(search.low, entry.batch or 0) or entry.batch
+        run.batches.append(entry)
+        run.save()
+        print(f"{entry.network}: {entry.way} within {entry.limit}: {entry.batch} {entry.note}", flush=True)
+    return entry.batch or 0
 
 
 def batch_lines(entries: Sequence[Batches]) -> list[str]:
@@ -183,7 +250,9 @@ def batch_lines(entries: Sequence[Batches]) -> list[str]:
         def cell(way: str, limit: str, own: dict[tuple[str, str], Batches] = own) -> str:
             entry = own.get((way, limit))
             if entry is None or entry.batch is None:
-                return "–" if entry is None else entry.note
+                return "–" if entry is None or not entry.is_known else entry.note
+            if not entry.is_known:
+                return f"at least {entry.batch}"
             return str(entry.batch) if entry.batch else "none"
 
         rows = [[way, *(cell(way, limit) for limit in limits)] for way in ways]

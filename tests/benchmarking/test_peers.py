@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from benchmarks import harness, peer_batches, peers
-from benchmarks.peer_batches import largest
+from benchmarks.peer_batches import Batches, Search, batch_lines
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
 
 
@@ -78,9 +78,34 @@ def test_a_curve_goes_through_what_nothing_beats():
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 16, 17, 100])
 @pytest.mark.parametrize("start", [1, 4, 50])
 def test_the_largest_batch_is_found_to_within_one_in_sixteen(limit, start):
-    found = largest(lambda size: size <= limit, start)
+    found = Search(lambda size: size <= limit).run(start)
     assert found <= limit
     assert limit - found <= max(0, limit // 16)
+
+
+def test_a_good_guess_of_the_largest_batch_takes_few_trials():
+    tried = []
+    Search(lambda size: tried.append(size) or size <= 650).run(620)
+    assert len(tried) <= 3
+
+
+def test_a_search_that_is_cut_leaves_what_it_saw_and_is_gone_on_with(tmp_path, monkeypatch):
+    def cut(run, network, way, limit_bytes, batch_size):
+        if batch_size > 5:
+            raise harness.OutOfTimeError
+        return True
+
+    monkeypatch.setattr(peer_batches, "trains", cut)
+    given = ["--tiny", "--device", "cpu", "--only", "gpt", "--largest-batch", "--limits", "1MiB", "--ways", "plain"]
+    peers.main([*given, "--output", str(tmp_path)])
+    written = tmp_path / "peers-tiny-cpu.json"
+    (entry,) = (Batches(**values) for values in json.loads(written.read_text())["largest_batches"])
+    assert (entry.batch, entry.is_known) == (5, False)
+    assert "at least 5" in "".join(batch_lines([entry]))
+    monkeypatch.setattr(peer_batches, "trains", lambda *given: given[-1] <= 7)
+    peers.main([*given, "--output", str(tmp_path), "--resume", str(written)])
+    (entry,) = (Batches(**values) for values in json.loads(written.read_text())["largest_batches"])
+    assert (entry.batch, entry.is_known) == (7, True)
 
 
 def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
@@ -133,3 +158,4 @@ def test_the_largest_batches_in_small(tmp_path, monkeypatch):
     batches = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())["largest_batches"]
     by_way = {entry["way"]: entry["batch"] for entry in batches}
     assert by_way["lowtide"] >= by_way["plain, eager"] > 0
+    assert all(Batches(**entry).is_known for entry in batches)
