@@ -303,6 +303,25 @@ def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
         assert_equal(train(model, inputs), train(deep(), inputs))
 
 
+def test_a_bolder_schedule_that_runs_out_of_memory_leaves_the_one_that_was_seen_to_fit(monkeypatch):
+    budget, real = budget_of(1.3), planning._tried
+    tried = []
+
+    def full_at_second(model, sample, planned, settings, **more):
+        if tried:
+            raise torch.OutOfMemoryError("the device is full")
+        tried.append(planned.solution.schedule.operations)
+        # less than predicted, so that a schedule that should just fill the budget is tried next
+        return dataclasses.replace(real(model, sample, planned, settings, **more), peak_bytes=budget // 2)
+
+    monkeypatch.setattr(planning, "_tried", full_at_second)
+    model, inputs = deep(), batches(SHAPE, 3)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+        assert plan.schedule.operations == tried[0]
+        assert not any("ran out of device memory" in note for note in plan.notes)
+        assert_equal(train(model, inputs), train(deep(), inputs))
+
+
 def test_a_device_without_memory_is_said_to_be_so(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("the device is full")

@@ -197,7 +197,12 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
             notes, chain = list(best.notes), best.chain  # with less predicted, there may be a quicker one
             continue
         planned = Planned(split, solution, None, tuple(notes))
-        measured = _tried(model, sample, planned, settings).peak_bytes + unknown_bytes
+        try:
+            measured = _tried(model, sample, planned, settings).peak_bytes + unknown_bytes
+        except torch.OutOfMemoryError:
+            if best is None:
+                raise
+            break  # a corrected prediction was too bold; what was seen to fit does
         planned = dataclasses.replace(planned, rehearsed_peak_bytes=measured)
         off = measured - solution.peak_bytes
         fits = measured <= settings.memory_budget
