@@ -16,10 +16,10 @@ from lowtide.schedule import Offload, Schedule
 from lowtide.solve import Solution, solve
 
 # What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.
-# Without it, a network of many small stages has dozens of them repeated one by one for next to nothing: DenseNet-121's
-# chain of an H200, within 5.3 GiB, 87 stages in 30 places for 64.5 ms; with it 44 in 3 places for 64.7 ms, as
-# simulated. There such schedules took 0.2 to 0.8 ms longer than simulated for each repeated stage, presumably because
-# launching fell behind; ResNets, whose kernels are long, took no longer. Much the same comes of 20 to 100 us.
+# Without it, a network of many small stages has dozens of them repeated one by one for next to nothing. DenseNet-121 on
+# an H200, side by side, within 80, 60 and 40 % of plain training's memory: without it 40, 66 and 111 repeated stages in
+# 84, 95 and 84 ms, with it 18, 38 and 72 in 67, 70 and 75 ms; 62 to 70 ms were simulated for both. ResNets, whose
+# kernels are long, do not notice. Beyond 200 us nothing more is left out.
 _RERUN_SECONDS = 50e-6
 
 
