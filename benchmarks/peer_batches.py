@@ -34,7 +34,6 @@ NUM_STEPS = 2
 
 SLOWEST_WAY = "save_on_cpu"  # it allocates pinned memory, some seconds each time
 
-
 CUT = "the search was cut"
 
 
@@ -212,11 +211,10 @@ def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str]
                     start = max(start, known.batch or 0)
                     if known.is_known:
                         continue
-                    run.batches.remove(known)
                 if not run.clock.allows(0):
                     run.skipped.append(f"{network.title}: largest batch, {name}, {limit}")
                     continue
-                entry = Batches(network.title, name, limit, known.batch if known else None, CUT)
+                entry = known or Batches(network.title, name, limit, None, CUT)
                 start = max(start, look_for(run, network, way, entry, start))
 
 
@@ -233,7 +231,8 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
         entry.note = harness.reason(error)
     finally:  # a run that is cut leaves what it has seen
         entry.batch = max(search.low, entry.batch or 0) or entry.batch
-        run.batches.append(entry)
+        if entry not in run.batches:  # else it was cut before, and is gone on with
+            run.batches.append(entry)
         run.save()
         print(f"{entry.network}: {entry.way} within {entry.limit}: {entry.batch} {entry.note}", flush=True)
     return entry.batch or 0
