@@ -356,6 +356,8 @@ def main(given: list[str] | None = None) -> None:
     networks = [
         n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.title + n.name, arguments.only)
     ]
+    if not networks:
+        parser.error(f"no network's name contains {' or '.join(arguments.only)}")
     run = Run(arguments, device)
     try:
         with run.clock.enforced():

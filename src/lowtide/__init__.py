@@ -101,3 +101,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

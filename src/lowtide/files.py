@@ -35,6 +35,17 @@ def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
         raise refuse(f"{path}: is not valid JSON ({error}); is it cut short?") from None
 
 
+def check_can_write(path: str | os.PathLike[str]) -> None:
+    """Refuse a path whose folder is missing or may not be written to, before work is done whose result goes there."""
+    path = Path(path)
+    if not path.name or path.is_dir():
+        raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
+    if not path.parent.is_dir():
+        raise LowtideError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise LowtideError(f"{path}: cannot be written: no permission to write in {path.parent}; name another folder")
+
+
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
     """Write a JSON file so that at any moment the old file or the new one is there, whole."""
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -369,7 +369,10 @@ class _Machine:
     def _copy(self, direction: str, value: Value, num_bytes: int) -> float:
         """Queue a copy and return its end."""
         if not self.bandwidth:
-            self._refuse(f"a copy needs a bandwidth above 0, and {self.bandwidth or 'none'} was given")
+            self._refuse(
+                f"a copy needs a bandwidth above 0, and {self.bandwidth or 'none'} was given; give one (--bandwidth "
+                "12GB/s, or bandwidth=)"
+            )
         start = max(self.channel_free[direction], self.clock)
         end = start + num_bytes / self.bandwidth
         for channel in self.channel_free if not self.duplex else (direction,):

@@ -30,6 +30,14 @@ def make():
 
 def wrong():
     return 1
+
+def fails():
+    raise KeyError("mine")
+
+def misfit():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(2, 5)
+
+number = 3
 """
 
 
@@ -64,6 +72,9 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
     for target, reason in (
         ("made_by_user:wrong", "(model, sample)"),
         ("made_by_user:absent", "absent"),
+        ("made_by_user:fails", "KeyError: 'mine'"),
+        ("made_by_user:misfit", "does not run on its sample: RuntimeError"),
+        ("made_by_user:number", "expected a function"),
         ("not_there_at_all:make", "not_there_at_all"),
     ):
         capsys.readouterr()
@@ -81,6 +92,8 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
         (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
         (["resnet18", "--device", "nowhere"], "nowhere"),
         (["a.b:c", "--batch", "2"], "zoo"),
+        (["resnet18", "-o", "not/there/chain.json"], "make it first"),
+        (["resnet18", "-o", "."], "name a file"),
     ],
 )
 def test_wrong_use_is_one_line(arguments, reason, capsys):

@@ -303,6 +303,20 @@ def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
         assert_equal(train(model, inputs), train(deep(), inputs))
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (None, {}, "expected an nn.Module"),
+        (nn.Linear, {}, "expected an nn.Module"),
+        (deep(), {"strategy": "rotr"}, "did you mean 'rotor'"),
+    ],
+)
+def test_what_is_wrong_from_the_start_is_said_before_anything_is_measured(model, options, reason, monkeypatch):
+    monkeypatch.setattr(planning, "measured_for", None)
+    with pytest.raises(lowtide.LowtideError, match=reason):
+        lowtide.fit(model, torch.zeros(SHAPE), memory_budget="1GiB", **options)
+
+
 def test_a_bolder_schedule_that_runs_out_of_memory_leaves_the_one_that_was_seen_to_fit(monkeypatch):
     budget, real = budget_of(1.3), planning._tried
     tried = []

@@ -426,6 +426,12 @@ def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     assert optimizer_state_bytes(kind, [parameter])[id(parameter)] == expected
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+    with pytest.raises(lowtide.CaptureError, match="none of this model's parameters"):
+        measure(model, torch.zeros(2, 4), optimizer=torch.optim.Adam(other.parameters()))
+
+
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(CaptureError, match="sgd-momentum"):
         measure(deep(), torch.randn(4, 64), optimizer="magic")

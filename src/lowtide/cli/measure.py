@@ -14,7 +14,8 @@ from lowtide.chain import Chain
 from lowtide.cli.options import Json
 from lowtide.cli.output import print_json, print_pairs, print_table
 from lowtide.cli.progress import DelayedProgress
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, LowtideError, shown
+from lowtide.files import check_can_write
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -96,11 +97,19 @@ def command(
         "heads": heads,
         "vocabulary": vocabulary,
     }
+    if output is not None:
+        check_can_write(output)
     model, sample, name = _made(target, {k: v for k, v in sizes.items() if v is not None}, dtype, device)
     from lowtide.runtime.measure import measure
 
-    with DelayedProgress() as progress:
-        chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
+    try:
+        with DelayedProgress() as progress:
+            chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
+    except LowtideError:
+        raise
+    except Exception:
+        _check_runs(target, model, sample)
+        raise
     if output is not None:
         chain.save(output)
     if json:
@@ -140,10 +149,32 @@ def _from_function(target: str) -> tuple[nn.Module, Any]:
         raise CaptureError(f"{target}: {error}; it is looked for in the current folder too") from None
     except AttributeError:
         raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}") from None
-    made = function()
+    if not callable(function):
+        raise CaptureError(f"{target} is {shown(function)}, expected a function that returns (model, sample)")
+    try:
+        made = function()
+    except Exception as error:
+        raise CaptureError(f"{target}() failed with {_described(error)}; it is called without arguments") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise CaptureError(f"{target}() returned {type(made).__name__}, expected a tuple (model, sample)")
     return made
+
+
+def _check_runs(target: str, model: nn.Module, sample: Any) -> None:
+    """Where measuring failed: say so if the network does not run on its sample by itself, either."""
+    import torch
+
+    from lowtide.runtime.sample import Sample
+
+    try:
+        with torch.no_grad():
+            Sample.of(sample).call(model)
+    except Exception as error:
+        raise CaptureError(f"{target} does not run on its sample: {_described(error)}; change its sizes") from error
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _print_chain(chain: Chain, output: str | None) -> None:

@@ -12,6 +12,7 @@ from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, b
 from lowtide.cli.output import moved, print_json, print_pairs, print_table, step_time
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.files import check_can_write
 from lowtide.report import chart_text
 from lowtide.solve import Candidate, Solution, solve
 from lowtide.strategies.base import AUTO
@@ -65,6 +66,8 @@ def command(
     """
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     chain = Chain.load(chain_file)
+    if output is not None:
+        check_can_write(output)
     begin = time.perf_counter()
     try:
         with DelayedProgress() as progress:
@@ -159,7 +162,8 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
             )
         )
     if solution.schedule.manages:
-        pairs.append(("note", "moves weights: for the simulator only; to train, take --strategy pofo"))
+        what = "moves weights" if solution.trace.moved_bytes else "updates each stage's weights inside its backward"
+        pairs.append(("note", f"{what}: for the simulator only; to train, take --strategy pofo"))
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class Snapshot:
         self.versions: dict[int, int] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
-        self.attributes: list[Entry] = []
+        self.attributes: list[Any] = []
 
 
 class StageBuffers:
@@ -120,7 +120,6 @@ class StageBuffers:
         """Look what the first run changed: the snapshot is then what a repeated run needs."""
         if snapshot is None:
             return
-        snapshot.attributes = self._attributes.after(snapshot.attributes)
         for index, version in snapshot.versions.items():
             if self._has_changed(index, version, snapshot.copies.get(index)):
                 snapshot.changed.append(index)
@@ -144,17 +143,20 @@ class StageBuffers:
             ExecutionError: for a buffer that changed in this step and in none before: its old value is not known; and
                 for one that somebody else changed since.
         """
-        return nullcontext() if snapshot is None else self._protected(snapshot)
+        if snapshot is None:
+            return nullcontext()
+        attributes = self._attributes.changed_since(snapshot.attributes)
+        return self._protected(snapshot, attributes) if self._places or attributes else nullcontext()
 
     @contextmanager
-    def _protected(self, snapshot: Snapshot) -> Iterator[None]:
+    def _protected(self, snapshot: Snapshot, attributes: list[Entry]) -> Iterator[None]:
         self._check(snapshot)
         statistics, written = snapshot.statistics, snapshot.changed
         if not self._swap:
             statistics, written = [], [*written, *statistics]
         with (
             exchanged(self._spares(statistics)),
-            exchanged(snapshot.attributes),
+            exchanged(attributes),
             self._put_back(written, snapshot.copies) if written else nullcontext(),
         ):
             yield

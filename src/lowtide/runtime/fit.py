@@ -29,11 +29,11 @@ from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
 from lowtide.runtime.planning import Planned, plan_for
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
-from lowtide.runtime.signature import Signature, fingerprint
+from lowtide.runtime.signature import Signature, fingerprint, trained_of
 from lowtide.runtime.solving import Settings, host_bytes, solution_for
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
-from lowtide.strategies.base import AUTO
+from lowtide.strategies.base import AUTO, find
 from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
 
 # The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
@@ -102,6 +102,10 @@ def fit(
         >>> with fit(model, torch.zeros(256, 64), memory_budget="2MiB", bandwidth=0) as plan:
         ...     model(torch.zeros(256, 64)).sum().backward()
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model is {shown(model)}, expected an nn.Module")
+    if strategy != AUTO:
+        find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
@@ -145,7 +149,7 @@ def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
 
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
     if variants not in (True, False, "rounding"):
-        raise ValueError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
+        raise PlanError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
     given = compile_stages if isinstance(compile_stages, Mapping) else None
     if given is None and not compile_stages:
         return None  # a mapping without options is not: it stands for torch.compile's own
@@ -190,9 +194,12 @@ class _Fitting:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
         self._planned = planned
-        signature = Signature.of(sample.args, sample.kwargs, self._device.type)
+        signature = self._signature_of(sample.args, sample.kwargs)
         self._signatures.append(signature)
         return self._part(planned, signature, handler)
+
+    def _signature_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
+        return Signature.of(args, kwargs, self._device.type, trained_of(self._model.parameters()))
 
     def _undo(self) -> None:
         for compiled in self._compiled:
@@ -211,7 +218,7 @@ class _Fitting:
 
     def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
         sample = Sample(args, kwargs)
-        signature = Signature.of(args, kwargs, self._device.type)
+        signature = self._signature_of(args, kwargs)
         if self._compiled and any(signature.fits_within(other) for other in self._signatures):
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
@@ -279,10 +281,12 @@ def _buffers_of(model: nn.Module, stage: StageSplit) -> list[tuple[torch.Tensor,
 
 
 class _Generators:
-    """The states of the default generators at one moment."""
+    """The states of the default generators, Python's and numpy's included, at one moment."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy: Any = numpy.random.get_state(legacy=False)
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._cuda = torch.cuda.get_rng_state() if on_cuda else None
 
@@ -293,12 +297,16 @@ class _Generators:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Generators) or len(self.states) != len(other.states):
             return NotImplemented
-        return all(map(torch.equal, self.states, other.states))
+        one, two = self._numpy["state"], other._numpy["state"]
+        same_numpy = one["pos"] == two["pos"] and bool((one["key"] == two["key"]).all())
+        return same_numpy and self._python == other._python and all(map(torch.equal, self.states, other.states))
 
     __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
 

@@ -96,6 +96,11 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
                 ratios[key] = _tried_out(optimizer, group, parameter)
             per_element, constant = ratios[key]
             found[id(parameter)] = int(per_element * parameter.numel()) + constant
+    wanted = {id(parameter) for parameter in parameters}
+    if wanted and found and not wanted & found.keys():
+        raise CaptureError(
+            "the optimizer has none of this model's parameters; give the one that trains it, made of model.parameters()"
+        )
     return found
 
 

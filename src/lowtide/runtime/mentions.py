@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -25,13 +26,36 @@ def mentions(module: nn.Module, names: frozenset[str]) -> bool:
         False
     """
     kind: Any = type(module)
+    names = names | _WAYS_AROUND
     own = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
+    own += [method for value in vars(module).values() for method in _methods_of(value)]
     return _class_mentions(kind, names) or _any_mentions(own, kind, names)
 
 
-@functools.lru_cache(maxsize=1024)  # more kinds of modules than a few models have
+# Whoever asks for buffers by these may get at any of them.
+_WAYS_AROUND = frozenset(
+    {"__dict__", "_buffers", "buffers", "get_buffer", "getattr", "named_buffers", "state_dict", "vars"}
+)
+
+_NOT_THE_USERS = frozenset({"builtins", "collections", "lowtide", "torch"})
+
+# By class, which is not kept alive: a module with a parametrization has a class of its own.
+_known: weakref.WeakKeyDictionary[type, dict[frozenset[str], bool]] = weakref.WeakKeyDictionary()
+
+
 def _class_mentions(kind: type[nn.Module], names: frozenset[str]) -> bool:
-    return _any_mentions([kind.forward], kind, names)
+    found = _known.setdefault(kind, {})
+    if names not in found:
+        found[names] = _any_mentions([kind.forward], kind, names)
+    return found[names]
+
+
+def _methods_of(value: Any) -> list[Any]:
+    """The methods of a helper that a module keeps and that is no module itself."""
+    kind = type(value)
+    if isinstance(value, nn.Module | type) or kind.__module__.partition(".")[0] in _NOT_THE_USERS:
+        return []
+    return [each for each in vars(kind).values() if isinstance(each, FunctionType | staticmethod | classmethod)]
 
 
 def _any_mentions(functions: Iterable[Any], owner: type, names: frozenset[str]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
@@ -23,7 +23,7 @@ from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
 from lowtide.runtime.plan_text import plan_text, stats_text
-from lowtide.runtime.signature import Signature, fingerprint
+from lowtide.runtime.signature import Signature, fingerprint, trained_of, trains_no_more
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
@@ -126,6 +126,7 @@ class Plan:
         self._undo = undo
         self._part = make(self._call)
         self._others: OrderedDict[Signature, Part] = OrderedDict()
+        self._parameters = list(model.parameters())
         self._part.execution.install()
         self._attached = True
 
@@ -294,7 +295,11 @@ class Plan:
         return part.execution.call(plain, args, kwargs, with_variants=checked)
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        return Signature.of(args, kwargs, self._part.execution.machine.device.type)
+        """The signature of a call; one that trains no more than was planned for counts as that."""
+        trained, planned = trained_of(self._parameters), self._part.signature
+        if planned is not None and trains_no_more(trained, planned.trained):
+            trained = planned.trained
+        return Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
 
     def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         planned = self._part.signature
@@ -311,11 +316,14 @@ class Plan:
             self.use(self._others.pop(signature))
         elif not self._part.serves(signature):
             fitting = next((s for s, part in self._others.items() if part.serves(signature)), None)
-            self.use(self._planned_again(args, kwargs) if fitting is None else self._others.pop(fitting))
-
-    def _planned_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
-        assert self._replan is not None
-        return self._made(partial(self._replan, args, kwargs))
+            if fitting is not None:
+                self.use(self._others.pop(fitting))
+                return
+            try:
+                self.use_another(partial(self._replan, args, kwargs))
+            except InfeasibleBudgetError as error:
+                message = f"{signature.difference(planned)}, and {error}"
+                raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
 
     def _made(self, make: Callable[[Handler], Part]) -> Part:
         self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is

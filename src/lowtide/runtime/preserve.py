@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -15,11 +17,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Put back, at the end of the `with` block, whatever running the model changes.
 
     That is: the values of its buffers, gradients, the modules' attributes (modes, counters, caches that a forward
-    fills), the states of the default random number generators, and torch's global flags.
+    fills), the states of the default random number generators (torch's, Python's and numpy's), and torch's global
+    flags. Hooks on parameters do not run inside: one may be an optimizer's step.
     """
     modules = [_ModuleState(module) for module in model.modules()]
     tensors = [_TensorState(tensor) for tensor in {id(t): t for t in _tensors_of(model)}.values()]
-    generators, flags = _generator_states(), _Flags()
+    generators, flags, hooks = _generator_states(), _Flags(), [_ParameterHooks(p) for p in model.parameters()]
     try:
         yield
     finally:
@@ -27,6 +30,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
             module.restore()
         for tensor in tensors:
             tensor.restore()
+        for each in hooks:
+            each.restore()
         _restore_generators(generators)
         flags.restore()
 
@@ -74,15 +79,32 @@ class _ModuleState:
                 value.update(table)
 
 
-def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+class _ParameterHooks:
+    """A parameter's own hooks, which are taken away when this is made. autograd looks at the tables themselves."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        tables = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        self._tables: list[tuple[dict[int, Any], dict[int, Any]]] = [(table, dict(table)) for table in tables if table]
+        for table, _ in self._tables:
+            table.clear()
+
+    def restore(self) -> None:
+        for table, hooks in self._tables:
+            table.clear()
+            table.update(hooks)
+
+
+def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor], Any, Any]:
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_cuda
+    return torch.get_rng_state(), on_cuda, random.getstate(), numpy.random.get_state()
 
 
-def _restore_generators(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+def _restore_generators(states: tuple[torch.Tensor, list[torch.Tensor], Any, Any]) -> None:
     torch.set_rng_state(states[0])
     if states[1]:
         torch.cuda.set_rng_state_all(states[1])
+    random.setstate(states[2])
+    numpy.random.set_state(states[3])
 
 
 class _Flags:

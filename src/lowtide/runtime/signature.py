@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter, le
 from typing import Any
 
 import torch
@@ -13,27 +14,33 @@ from torch import nn
 from lowtide.errors import PlanError
 from lowtide.runtime.containers import tensors_of
 
+_requires_grad = attrgetter("requires_grad")
+
 TensorForm = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The tensors of one call, and the dtype of autocast around it."""
+    """The tensors of one call, the dtype of autocast around it, and which of the model's parameters are trained."""
 
     tensors: tuple[TensorForm, ...]
     autocast: str = ""
+    trained: bytes = b""
+    """A byte for each parameter, 1 where it requires a gradient; empty: not known."""
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Signature:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str, trained: bytes = b"") -> Signature:
         """The signature of a call."""
         forms = tuple((tuple(t.shape), _name(t.dtype)) for t in tensors_of((args, dict(kwargs))))
         cast = torch.is_autocast_enabled(device_type)
-        return cls(forms, _name(torch.get_autocast_dtype(device_type)) if cast else "")
+        return cls(forms, _name(torch.get_autocast_dtype(device_type)) if cast else "", trained)
 
     def fits_within(self, planned: Signature) -> bool:
         """Whether a call needs no more than the planned one: the same tensors, none of them larger."""
         if len(self.tensors) != len(planned.tensors) or self.autocast != planned.autocast:
+            return False
+        if not trains_no_more(self.trained, planned.trained):
             return False
         return all(
             dtype == other_dtype and len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
@@ -49,20 +56,35 @@ class Signature:
                 return f"tensor {index} of the call is {_form(now)}, the plan is for {_form(then)}"
         if self.autocast != planned.autocast:
             return f"autocast is {self.autocast or 'off'}, the plan is for {planned.autocast or 'off'}"
+        if not trains_no_more(self.trained, planned.trained):
+            return "parameters require gradients that did not when the plan was made"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {"tensors": [[list(shape), dtype] for shape, dtype in self.tensors], "autocast": self.autocast}
+        tensors = [[list(shape), dtype] for shape, dtype in self.tensors]
+        return {"tensors": tensors, "autocast": self.autocast, "trained": self.trained.hex()}
 
     @classmethod
     def from_dict(cls, values: Any) -> Signature:
         """The inverse of `to_dict`."""
         try:
             tensors = tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in values["tensors"])
-            return cls(tensors, str(values["autocast"]))
+            return cls(tensors, str(values["autocast"]), bytes.fromhex(values.get("trained", "")))
         except (KeyError, TypeError, ValueError):
             raise PlanError("signature is not well formed; was the file edited?") from None
+
+
+def trained_of(parameters: Iterable[nn.Parameter]) -> bytes:
+    """Which parameters require gradients."""
+    return bytes(map(_requires_grad, parameters))
+
+
+def trains_no_more(trained: bytes, planned: bytes) -> bool:
+    """Whether no other parameters require gradients than did when a plan was made, as far as that is known."""
+    if trained == planned or not planned or not trained:
+        return True
+    return len(trained) == len(planned) and all(map(le, trained, planned))
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:

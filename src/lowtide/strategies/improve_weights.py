@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lowtide.schedule import Backward, Forward, Release
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.weight_periods import Period, cyclic_schedule, period_of
+from lowtide.strategies.weight_periods import Period, cyclic_schedule, period_of, without_vain_copies
 from lowtide.strategies.weight_relaxation import relaxation_of
 from lowtide.strategies.weight_selection import Choice, choices_of, typical_bytes
 from lowtide.strategies.weight_transfers import Placed, place
@@ -55,7 +55,7 @@ def improve(problem: Problem, answer: Answer, seconds: float) -> Answer | None:
     placed = _climb(period, problem, *best, bound * (1 + _CLOSE_ENOUGH))
     if placed.seconds >= seconds * (1 - 1e-9):
         return None
-    schedule = cyclic_schedule(answer.schedule.strategy, period.num_stages, placed.operations)
+    schedule = cyclic_schedule(answer.schedule.strategy, period.num_stages, without_vain_copies(placed.operations))
     return Answer(schedule, None, answer.lower_bound_seconds, {"cut": placed.cut, "greedy_seconds": seconds})
 
 

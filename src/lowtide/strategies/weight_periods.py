@@ -134,3 +134,9 @@ def cyclic_schedule(strategy: str, num_stages: int, operations: Sequence[Operati
         elif isinstance(operation, Prefetch):
             device.add(operation.value)
     return Schedule(strategy, tuple(operations), manages, Start(frozenset(device), frozenset(host)))
+
+
+def without_vain_copies(operations: Sequence[Operation]) -> list[Operation]:
+    """A period without copies to the host of what never leaves the device."""
+    released = {operation.value for operation in operations if isinstance(operation, Release)}
+    return [each for each in operations if not isinstance(each, Offload) or each.value in released]

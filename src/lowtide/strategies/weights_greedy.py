@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule
+from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule, without_vain_copies
 from lowtide.strategies.weight_relaxation import relaxed_seconds
 from lowtide.strategies.weight_selection import Choice, choices_of, select_greedily, typical_bytes
 from lowtide.strategies.weight_transfers import Placed, place
@@ -70,7 +70,7 @@ class WeightsGreedy:
             )
         placed, reserve = best
         return Answer(
-            cyclic_schedule(self._name, period.num_stages, placed.operations),
+            cyclic_schedule(self._name, period.num_stages, without_vain_copies(placed.operations)),
             lower_bound_seconds=relaxed_seconds(period, problem),
             details={"cut": placed.cut, "reserve_bytes": int(reserve)},
         )

@@ -1,0 +1,100 @@
+"""Attributes and statistics that a repeated forward must find as the first one did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.runtime.training import assert_equal, batches, train
+from torch import nn
+
+import lowtide
+
+SHAPE = (512, 64)
+
+
+class Annealed(nn.Module):
+    """A factor that changes for the first time long after planning."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SHAPE[1], 128), nn.Linear(128, SHAPE[1])
+        self.period, self.num_calls, self.factor = period, 0, 1.0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if self.num_calls % self.period == 0:
+            self.factor *= 0.5
+        return x + self.down(torch.tanh(self.up(x) / self.factor))
+
+
+class Centre:
+    def shifted(self, x, norm):
+        return x + norm.running_mean
+
+
+class ReadsStatistics(nn.Module):
+    """Reads BatchNorm's statistics in ways that do not name them in its own code."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(SHAPE[1], 128), nn.BatchNorm1d(128), nn.Linear(128, SHAPE[1])
+        self.way, self.helper = way, Centre()
+
+    def forward(self, x):
+        y = self.norm(self.up(x))
+        if self.way == "helper":
+            y = self.helper.shifted(y, self.norm)
+        elif self.way == "named_buffers":
+            y = y + dict(self.norm.named_buffers())["running_mean"]
+        else:
+            y = y + getattr(self.norm, "running_" + "mean")
+        return x + self.down(torch.tanh(y))
+
+
+def stack(make, depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(make() for _ in range(depth)))
+
+
+def fitted(model: nn.Module, x: torch.Tensor) -> lowtide.Plan:
+    """Under a budget with which stages run again."""
+    options = {"bandwidth": 0, "optimizer": "sgd"}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, **options)
+    return lowtide.fit(model, x, memory_budget=int(1.1 * caught.value.minimum_bytes), **options)
+
+
+def test_an_attribute_that_changes_in_a_later_step_is_put_back():
+    inputs = batches(SHAPE, 50)
+    model, plain = stack(lambda: Annealed(48)), stack(lambda: Annealed(48))
+    with fitted(model, inputs[0]) as plan:
+        assert_equal(train(model, inputs), train(plain, inputs))
+        assert plan.stats().recomputed_per_step > 0
+    assert [block.factor for block in model] == [block.factor for block in plain] == [0.5] * 6
+
+
+def test_an_attribute_that_is_changed_between_two_forwards_is_as_each_found_it():
+    x = batches(SHAPE, 1)[0]
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        results = []
+        for factor in (2.0, 0.5):
+            for block in model:
+                block.factor = factor
+            results.append(model(x))
+        (results[0] * results[1]).mean().backward()
+        assert all(block.factor == 0.5 for block in model)
+        return [parameter.grad for parameter in model.parameters()]
+
+    model, plain = stack(lambda: Annealed(10_000)), stack(lambda: Annealed(10_000))
+    with fitted(model, x):
+        assert all(map(torch.equal, gradients(model), gradients(plain)))
+
+
+@pytest.mark.parametrize("way", ["helper", "named_buffers", "built name"])
+def test_statistics_that_are_read_without_being_named(way):
+    inputs = batches(SHAPE, 3)
+    model = stack(lambda: ReadsStatistics(way))
+    with fitted(model, inputs[0]) as plan:
+        assert_equal(train(model, inputs), train(stack(lambda: ReadsStatistics(way)), inputs))
+        assert plan.stats().recomputed_per_step > 0

@@ -1,0 +1,121 @@
+"""Planning leaves no trace: no hook of a parameter runs, no generator moves, no model stays alive."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import numpy
+import pytest
+import torch
+from tests.runtime.training import batches
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import lowtide
+from lowtide.runtime.meter import Meter
+
+SHAPE = (256, 64)
+OPTIONS = {"memory_budget": "1GiB", "bandwidth": 0, "optimizer": "sgd-momentum"}
+
+
+def deep(depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(depth)))
+
+
+def step_in_backward(model: nn.Module) -> None:
+    """The optimizer's step is taken as soon as a gradient is there."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01, momentum=0.9) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_optimizer_that_steps_in_backward_does_not_step_while_planning(before):
+    def losses(fitted: bool) -> list[float]:
+        model, found = deep(), []
+        if before:
+            step_in_backward(model)
+        if fitted:
+            lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS)
+        if not before:
+            step_in_backward(model)
+        for num_samples in (256, 512, 256):  # the second is planned for in the midst of training
+            torch.manual_seed(num_samples)
+            loss = model(torch.randn(num_samples, SHAPE[1])).square().mean()
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_hooks_on_parameters_do_not_run_while_planning_and_are_there_afterwards():
+    model, called = deep(), []
+    parameter = next(model.parameters())
+    parameter.register_hook(lambda gradient: called.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    with lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS):
+        assert called == []
+        model(torch.zeros(SHAPE)).sum().backward()
+        assert called == ["gradient", "accumulated"]
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SHAPE[1], SHAPE[1])
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * (1 + random.random() * numpy.random.rand())
+
+
+def test_planning_leaves_all_generators_as_they_are():
+    model = nn.Sequential(*(Draws() for _ in range(4)))
+    before = random.getstate(), numpy.random.get_state()[2]
+    with lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS):
+        assert (random.getstate(), numpy.random.get_state()[2]) == before
+
+
+def test_a_model_with_parametrizations_is_let_go():
+    model = nn.Sequential(*(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)))
+    lowtide.fit(model, torch.zeros(4, 8), **OPTIONS).detach()
+    alive = weakref.ref(model[0][0])
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_parameters_that_are_trained_later_are_planned_for():
+    model, x = deep(12), batches((4096, SHAPE[1]), 1)[0]
+    model[:8].requires_grad_(False)
+    budget = 8 * 2**20
+
+    def peak_bytes() -> int:
+        with Meter("cpu") as meter:
+            model(x).sum().backward()
+        model.zero_grad()
+        return meter.peak_bytes
+
+    options = {"bandwidth": 0, "optimizer": "sgd", "loss": torch.sum}
+    with lowtide.fit(model, x, memory_budget=budget, **options) as plan:
+        assert peak_bytes() <= budget
+        few = plan.schedule
+        model.requires_grad_(True)
+        assert peak_bytes() <= budget
+        all_of_them = plan.schedule
+        assert all_of_them != few
+        model[:8].requires_grad_(False)  # needs no more than was planned for
+        assert peak_bytes() <= budget
+        assert plan.schedule == all_of_them
+    with lowtide.fit(model, x, memory_budget=budget, replan=False, **options):
+        model.requires_grad_(True)
+        with pytest.raises(lowtide.PlanError, match="require gradients that did not"):
+            model(x)
