@@ -91,6 +91,39 @@ def test_an_attribute_that_is_changed_between_two_forwards_is_as_each_found_it()
         assert all(map(torch.equal, gradients(model), gradients(plain)))
 
 
+class CountsSteps(nn.Module):
+    """Has a buffer of its own that changes at the end of its forward; a stage before may read it."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(8))
+        self.register_buffer("num_steps", torch.zeros(()))
+        self.reads = reads
+
+    def forward(self, x):
+        for index, block in enumerate(self.body):
+            x = block(x)
+            if self.reads and index == 3:
+                x = x + self.num_steps
+        self.num_steps += 1
+        return x
+
+
+def test_a_buffer_that_the_model_itself_changes_is_changed_once_a_step():
+    inputs = batches(SHAPE, 4)
+    model, plain = CountsSteps(reads=False), CountsSteps(reads=False)
+    with fitted(model, inputs[0]) as plan:
+        assert_equal(train(model, inputs), train(plain, inputs))
+        assert plan.stats().recomputed_per_step > 0
+    assert model.num_steps == plain.num_steps == 4
+
+
+def test_a_buffer_that_a_stage_reads_and_the_model_changes_afterwards_is_refused():
+    with pytest.raises(lowtide.CaptureError, match="gives another result"):
+        lowtide.fit(CountsSteps(reads=True), batches(SHAPE, 1)[0], memory_budget="1GiB", bandwidth=0)
+
+
 @pytest.mark.parametrize("way", ["helper", "named_buffers", "built name"])
 def test_statistics_that_are_read_without_being_named(way):
     inputs = batches(SHAPE, 3)

@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.containers import Held
 from lowtide.runtime.exchange import Entry, exchanged
 from lowtide.runtime.mentions import mentions
 
@@ -31,6 +32,8 @@ class _Place(NamedTuple):
     module: nn.Module
     name: str
     path: str
+    only_in_glue: bool = False
+    """No unit of the stage reads it; what lies between units may, and is on the tape then."""
 
     @property
     def tensor(self) -> torch.Tensor | None:
@@ -63,22 +66,27 @@ class StageBuffers:
     """The buffers that one stage may change.
 
     Args:
-        modules: the stage's units, by path, and whatever lies outside all units.
+        modules: those of the stage's units, by path.
+        outside: those that lie outside all units.
         swap: whether BatchNorm's statistics may be exchanged for the time of a repeated run (not in compiled modules,
             which may have looked at them when they were compiled).
     """
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, swap: bool) -> None:
+    def __init__(
+        self, modules: Sequence[tuple[str, nn.Module]], outside: Sequence[tuple[str, nn.Module]], *, swap: bool
+    ) -> None:
         self._swap = swap
         self._places: list[_Place] = []
         self._known: set[int] | None = None  # the ones that change, besides statistics; None: not seen yet
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what stands in for it
         seen: set[tuple[int, str]] = set()
-        for path, module in modules:
+        for path, module in (*modules, *outside):
             for name, buffer in module._buffers.items():
                 if buffer is not None and (id(module), name) not in seen:
                     seen.add((id(module), name))
-                    self._places.append(_Place(module, name, f"{path}.{name}" if path else name))
+                    is_inside = any(module is each or mentions(each, frozenset({name})) for _, each in modules)
+                    self._places.append(_Place(module, name, f"{path}.{name}" if path else name, not is_inside))
+        modules = [*modules, *outside]
         self._attributes = StageAttributes(module for _, module in modules)
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
@@ -136,21 +144,25 @@ class StageBuffers:
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
         return self._known is None and copy is not None and not _equal(copy, tensor)
 
-    def protected(self, snapshot: Snapshot | None) -> AbstractContextManager[None]:
+    def protected(self, snapshot: Snapshot | None, held: Iterable[Held]) -> AbstractContextManager[None]:
         """Run the block with the changed buffers as they were, and leave them as they are.
+
+        Args:
+            snapshot: of the stage's first run.
+            held: what the stage's tape reads.
 
         Raises:
             ExecutionError: for a buffer that changed in this step and in none before: its old value is not known; and
-                for one that somebody else changed since.
+                for one that it reads and somebody else changed since.
         """
         if snapshot is None:
             return nullcontext()
         attributes = self._attributes.changed_since(snapshot.attributes)
-        return self._protected(snapshot, attributes) if self._places or attributes else nullcontext()
+        return self._protected(snapshot, attributes, held) if self._places or attributes else nullcontext()
 
     @contextmanager
-    def _protected(self, snapshot: Snapshot, attributes: list[Entry]) -> Iterator[None]:
-        self._check(snapshot)
+    def _protected(self, snapshot: Snapshot, attributes: list[Entry], held: Iterable[Held]) -> Iterator[None]:
+        self._check(snapshot, held)
         statistics, written = snapshot.statistics, snapshot.changed
         if not self._swap:
             statistics, written = [], [*written, *statistics]
@@ -177,7 +189,7 @@ class StageBuffers:
             finally:
                 _write((tensor, now[index]) for index, tensor in tensors.items())
 
-    def _check(self, snapshot: Snapshot) -> None:
+    def _check(self, snapshot: Snapshot, held: Iterable[Held]) -> None:
         """Refuse what cannot be made as it was."""
         for index, version in snapshot.versions.items():
             place = self._places[index]
@@ -188,6 +200,8 @@ class StageBuffers:
                         "cannot be run again; run the step once more"
                     )
             elif (tensor := place.tensor) is not None and tensor._version != version:
+                if place.only_in_glue and not any(each.tensor is tensor for each in held):
+                    continue  # another stage's business
                 raise ExecutionError(
                     f"buffer {place.path!r} was changed in place between the forward of a stage that reads it and its "
                     "backward; change it after the backward pass"

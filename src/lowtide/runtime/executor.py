@@ -341,7 +341,7 @@ class Step:
             registered_again(run.registered),
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
-            self.machine.buffers_of(k).protected(run.snapshot),
+            self.machine.buffers_of(k).protected(run.snapshot, run.tape.held),
             self._kernels.applied(),
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),

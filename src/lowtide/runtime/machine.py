@@ -93,7 +93,8 @@ class Machine:
             self._parameters[k] = list(unique.values())
             self._places[k] = [(module._parameters, name) for _, module in modules for name in module._parameters]
             compiled = any(is_compiled(module) for _, module in modules)
-            self._buffers[k] = StageBuffers(modules, swap=not compiled)
+            inside = modules[: len(modules) - len(self._outside)]
+            self._buffers[k] = StageBuffers(inside, self._outside, swap=not compiled)
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
         """All modules inside a stage's units; those outside of any unit count for every stage."""
@@ -103,8 +104,8 @@ class Machine:
             for name, module in self.model.get_submodule(unit.path).named_modules(prefix=unit.path):
                 inside[k][name] = module
                 paths.add(name)
-        outside = [(name, module) for name, module in self.model.named_modules() if name not in paths]
-        return {k: [*modules.items(), *outside] for k, modules in inside.items()}
+        self._outside = [(name, module) for name, module in self.model.named_modules() if name not in paths]
+        return {k: [*modules.items(), *self._outside] for k, modules in inside.items()}
 
     def stage_name(self, k: int) -> str:
         """The name of stage k."""
