@@ -124,6 +124,28 @@ def test_a_buffer_that_a_stage_reads_and_the_model_changes_afterwards_is_refused
         lowtide.fit(CountsSteps(reads=True), batches(SHAPE, 1)[0], memory_budget="1GiB", bandwidth=0)
 
 
+class Shifted(CountsSteps):
+    """Reads the buffer between its blocks, after each of them, and does not change it."""
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x) * (1 + self.num_steps)
+        return x
+
+
+def test_a_buffer_that_is_read_between_units_must_not_change_before_backward():
+    x = batches(SHAPE, 1)[0]
+    model = Shifted(reads=True)
+    with fitted(model, x) as plan:
+        loss = model(x).sum()
+        model.num_steps += 1
+        with pytest.raises(lowtide.ExecutionError, match="buffer 'num_steps' was changed in place"):
+            loss.backward()
+        model.num_steps -= 1
+        model(x).sum().backward()
+        assert plan.stats().recomputed_per_step > 0
+
+
 @pytest.mark.parametrize("way", ["helper", "named_buffers", "built name"])
 def test_statistics_that_are_read_without_being_named(way):
     inputs = batches(SHAPE, 3)
