@@ -108,6 +108,12 @@ def test_a_search_that_is_cut_leaves_what_it_saw_and_is_gone_on_with(tmp_path, m
     assert (entry.batch, entry.is_known) == (7, True)
 
 
+def test_a_name_that_no_network_has_replaces_no_results(tmp_path):
+    with pytest.raises(SystemExit):
+        peers.main(["--tiny", "--device", "cpu", "--only", "nosuch", "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
     clock = harness.Clock(0.05)
     assert not clock.allows(1.0)

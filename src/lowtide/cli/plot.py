@@ -20,6 +20,7 @@ from lowtide.cli.options import (
 )
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import LowtideError
+from lowtide.files import check_can_write
 from lowtide.report import save_figure, survey
 from lowtide.report.figures import figure_format
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, Survey
@@ -91,6 +92,7 @@ def command(
     rate = bandwidth_option(bandwidth) or 0
     budget = None if memory is None else bytes_option("--memory", memory)
     figure_format(output)  # refused before anything is solved
+    check_can_write(output)
     chain = Chain.load(chain_file)
     if schedule_file is None and budget is None and panel is Panel.memory:
         raise LowtideError("the memory of which schedule? give a schedule file, or a budget with --memory")

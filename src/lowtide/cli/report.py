@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     bytes_option,
 )
 from lowtide.cli.progress import DelayedProgress
+from lowtide.files import check_can_write
 from lowtide.report import write_report
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS
 from lowtide.schedule import Schedule
@@ -70,6 +71,7 @@ def command(
     """
     rate = bandwidth_option(bandwidth)
     budget = None if memory is None else bytes_option("--memory", memory)
+    check_can_write(output)
     chain = Chain.load(chain_file)
     schedule = None if schedule_file is None else Schedule.load(schedule_file)
     with DelayedProgress() as progress:

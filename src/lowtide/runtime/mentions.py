@@ -19,7 +19,8 @@ from torch import nn
 def mentions(module: nn.Module, names: frozenset[str]) -> bool:
     """Whether the forward or a hook of a module, or a function or method that they call by name, mentions a name.
 
-    What torch itself brings along is not looked at: its layers keep to their own attributes.
+    Code that may get at any buffer (`named_buffers`, `getattr`) counts as if it did. What torch itself brings along is
+    not looked at: its layers keep to their own attributes.
 
     Example:
         >>> mentions(nn.BatchNorm1d(1), frozenset({"running_mean"}))
