@@ -24,7 +24,7 @@ def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
             raise refuse(f"{path}: {num_bytes} bytes is more than any file of lowtide holds; is it the right file?")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise refuse(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise refuse(f"{path}: cannot be read: {error.strerror or error}; is the path right?") from None
     except UnicodeDecodeError:
         raise refuse(f"{path}: is not a JSON text; is it the right file?") from None
     try:
@@ -32,7 +32,7 @@ def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
     except RecursionError:
         raise refuse(f"{path}: is nested too deeply to be a file of lowtide; is it the right file?") from None
     except ValueError as error:
-        raise refuse(f"{path}: is not valid JSON ({error}); is it cut short?") from None
+        raise refuse(f"{path}: is not valid JSON ({error}); is it the right file, and not cut short?") from None
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
