@@ -175,7 +175,7 @@ def likely_batch(run: Run, network: Network, limit_bytes: int, known: int) -> in
         limit_bytes: the limit.
         known: a batch that trains within the limit.
     """
-    sizes = [known, 2 * known]  # stages are measured one by one: that takes less than any schedule
+    sizes = [max(1, known // 4), max(2, known // 2)]  # small ones: stages are timed, too, which takes many steps
     least: list[int] = []
     for size in sizes:
         harness.release(run.device)
@@ -202,20 +202,26 @@ def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str]
         for limit in limits:
             start = 4
             for name, way in ways_of(run, network).items():
-                if (name == SLOWEST_WAY) != is_slow or not harness.is_chosen(name, only):
-                    continue
                 known = next(
                     (b for b in run.batches if (b.network, b.way, b.limit) == (network.title, name, limit)), None
                 )
-                if known is not None:
-                    start = max(start, known.batch or 0)
-                    if known.is_known:
-                        continue
+                start = max(start, (known and known.batch) or 0)
+                if (name == SLOWEST_WAY) != is_slow or not harness.is_chosen(name, only):
+                    continue
+                if known is not None and known.is_known:
+                    continue
                 if not run.clock.allows(0):
                     run.skipped.append(f"{network.title}: largest batch, {name}, {limit}")
                     continue
                 entry = known or Batches(network.title, name, limit, None, CUT)
                 start = max(start, look_for(run, network, way, entry, start))
+
+
+def scaled_batch(entries: Sequence[Batches], entry: Batches) -> int:
+    """What the largest batch within another limit lets expect: in proportion to the limit; 0: none is known."""
+    others = [other for other in entries if (other.network, other.way) == (entry.network, entry.way)]
+    limit_bytes = parse_bytes(entry.limit)
+    return max(((other.batch or 0) * limit_bytes // parse_bytes(other.limit) for other in others), default=0)
 
 
 def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -> int:
@@ -225,6 +231,8 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
     try:
         if entry.way == "lowtide":
             start = likely_batch(run, network, limit_bytes, start)
+        else:
+            start = max(start, scaled_batch(run.batches, entry))
         entry.batch = search.run(start)
         entry.note = ""
     except Exception as error:  # one way must not take the others with it

@@ -89,6 +89,23 @@ def test_a_good_guess_of_the_largest_batch_takes_few_trials():
     assert len(tried) <= 3
 
 
+def test_a_search_begins_where_another_limit_lets_expect_its_end(tmp_path, monkeypatch):
+    tried: list[int] = []
+
+    def trains(run, network, way, limit_bytes, batch_size):
+        tried.append(batch_size)
+        return batch_size <= 100 * limit_bytes // 2**20
+
+    monkeypatch.setattr(peer_batches, "trains", trains)
+    given = ["--tiny", "--device", "cpu", "--only", "gpt", "--largest-batch", "--ways", "plain"]
+    peers.main([*given, "--limits", "1MiB", "--output", str(tmp_path)])
+    tried.clear()
+    written = tmp_path / "peers-tiny-cpu.json"
+    peers.main([*given, "--limits", "1MiB", "8MiB", "--output", str(tmp_path), "--resume", str(written)])
+    assert min(tried) > 700
+    assert len(tried) <= 3
+
+
 def test_a_search_that_is_cut_leaves_what_it_saw_and_is_gone_on_with(tmp_path, monkeypatch):
     def cut(run, network, way, limit_bytes, batch_size):
         if batch_size > 5:
