@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -227,7 +226,16 @@ def scaled_batch(entries: Sequence[Batches], entry: Batches) -> int:
 def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -> int:
     """Search one largest batch and put it among the results, as far as it came; returns it, 0 where it is not known."""
     limit_bytes = parse_bytes(entry.limit)
-    search = Search(functools.partial(trains, run, network, way, limit_bytes))
+    label = f"{entry.network}: {entry.way} within {entry.limit}"
+
+    def fits(batch_size: int) -> bool:
+        found = trains(run, network, way, limit_bytes, batch_size)
+        print(
+            f"{run.clock.elapsed_seconds:6.0f} s  {label}: {batch_size} {'trains' if found else 'does not'}", flush=True
+        )
+        return found
+
+    search = Search(fits)
     try:
         if entry.way == "lowtide":
             start = likely_batch(run, network, limit_bytes, start)
@@ -242,7 +250,7 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
         if entry not in run.batches:  # else it was cut before, and is gone on with
             run.batches.append(entry)
         run.save()
-        print(f"{entry.network}: {entry.way} within {entry.limit}: {entry.batch} {entry.note}", flush=True)
+        print(f"{run.clock.elapsed_seconds:6.0f} s  {label}: the largest is {entry.batch} {entry.note}", flush=True)
     return entry.batch or 0
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# How often a computation is timed: at least, and as long as it has not taken `_ENOUGH_SECONDS` together, at most.
+# How often a computation is timed: at least, and, as long as it has not taken `_ENOUGH_SECONDS` together, at most. On
+# CUDA, where runs in a row count, no more than the fewest come before them: a stage is timed three times over (forward,
+# forward until the last saved tensor, backward with a forward before each), and a network has up to hundreds of them.
 _FEWEST_RUNS = 3
 _MOST_RUNS = 9
 _ENOUGH_SECONDS = 0.2
@@ -68,32 +70,52 @@ def timed(computation: Callable[[], object], prepare: Callable[[], object] | Non
         prepare: what must be done before each run, outside of the time; None: nothing.
         device: where it runs.
     """
-    run = _run_on_cuda if device.type == "cuda" else _run_on_cpu
+    if device.type == "cuda":
+        return _timed_on_cuda(computation, prepare)
     seconds: list[float] = []
-    launches: list[float] = []
-    while len(seconds) < _FEWEST_RUNS or (sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MOST_RUNS):
+    while _asks_for_more(seconds):
         if prepare is not None:
             prepare()
-        on_device, launch = run(computation, min(launches, default=0.0))
-        seconds.append(on_device)
+        seconds.append(_run_on_cpu(computation))
+    return Timing(statistics.median(seconds), max(seconds) - min(seconds), 0.0, len(seconds))
+
+
+def _timed_on_cuda(computation: Callable[[], object], prepare: Callable[[], object] | None) -> Timing:
+    """Some runs after a rest, to know about how long it takes; then those that count, in a row where that can be."""
+    seconds: list[float] = []
+    launches: list[float] = []
+
+    def run_after_a_rest() -> None:
+        if prepare is not None:
+            prepare()
+        on_device, launch = _run_on_cuda(computation, min(launches, default=0.0))
         launches.append(launch)
-    launch = min(launches)
-    if device.type == "cuda":
-        seconds = seconds[1:]  # the first had no lead
-        rested = statistics.median(seconds)
-        if launch > _MATTERS * rested:
-            launch = min(launch, _launch_within_a_step(computation, prepare))
-        if launch < rested:
-            seconds = _busy_runs(computation, prepare, rested, launch) or seconds
-    return Timing(statistics.median(seconds), max(seconds) - min(seconds), launch, len(seconds))
+        if len(launches) > 1:  # the first had no lead
+            seconds.append(on_device)
+
+    for _ in range(_FEWEST_RUNS):
+        run_after_a_rest()
+    rested, launch = statistics.median(seconds), min(launches)
+    if launch > _MATTERS * rested:
+        launch = min(launch, _launch_within_a_step(computation, prepare))
+    in_a_row = _busy_runs(computation, prepare, rested, launch) if launch < rested else []
+    while not in_a_row and _asks_for_more(seconds):
+        run_after_a_rest()
+    counted = in_a_row or seconds
+    return Timing(statistics.median(counted), max(counted) - min(counted), min(launch, *launches), len(counted))
 
 
-def _run_on_cpu(computation: Callable[[], object], _: float) -> tuple[float, float]:
+def _asks_for_more(seconds: Sequence[float]) -> bool:
+    """Whether runs that took so long are too few to be counted."""
+    return len(seconds) < _FEWEST_RUNS or (sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MOST_RUNS)
+
+
+def _run_on_cpu(computation: Callable[[], object]) -> float:
     begin = time.perf_counter()
     kept = computation()
     seconds = time.perf_counter() - begin
     del kept  # letting it go is not part of the computation
-    return seconds, 0.0
+    return seconds
 
 
 def _run_on_cuda(computation: Callable[[], object], launch_seconds: float) -> tuple[float, float]:
