@@ -46,6 +46,10 @@ class CaptureError(LowtideError):
     """No chain of stages was found in a model, or running it in stages would not give the same numbers."""
 
 
+class SampleError(CaptureError, RuntimeError):
+    """The model raised an error when it was called with the sample; that error is the `__cause__`."""
+
+
 class InfeasibleBudgetError(LowtideError):
     """No schedule of the asked kind stays within the budget.
 

@@ -222,6 +222,11 @@ class Schedule:
         except ScheduleError as error:
             raise ScheduleError(f"{os.fspath(path)}: {error}", index=error.index, operation=error.operation) from None
 
+    @property
+    def num_stages(self) -> int:
+        """For how many stages it is: its backwards go from the last one to the first; 0 where it has none."""
+        return max((op.stage for op in self.operations if isinstance(op, Backward)), default=0)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a schedule file, atomically."""
         write_json(path, self.to_dict())

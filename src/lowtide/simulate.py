@@ -76,6 +76,20 @@ def simulate(
     """
     chain, schedule = as_chain(chain), as_schedule(schedule)
     rate = None if bandwidth is None else parse_bandwidth(bandwidth)
+    try:
+        return _simulated(chain, schedule, rate, duplex)
+    except ScheduleError as error:
+        if schedule.num_stages in (0, chain.num_stages):
+            raise
+        raise ScheduleError(
+            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, and chain {chain.name!r} has "
+            f"{chain.num_stages}; take the chain that it was made for, or solve this one ({error})",
+            index=error.index,
+            operation=error.operation,
+        ) from None
+
+
+def _simulated(chain: Chain, schedule: Schedule, rate: int | None, duplex: bool) -> Trace:
     machine = _Machine(chain, schedule, rate, duplex)
     machine.run_round()
     if not schedule.manages:

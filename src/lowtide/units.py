@@ -22,6 +22,9 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _FACTORS[f"{_letter}iB"] = 1024**_power
 _FACTORS["kB"] = 1000  # the SI spelling of the kilo prefix
 
+# One lane of the first PCI Express moves 250 MB/s: so far below it, a unit was forgotten.
+_LEAST_LIKELY_BYTES_PER_SECOND = 10**6
+
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -41,8 +44,25 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_bandwidth(value: int | str) -> int:
-    """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int."""
-    return _parse(value, suffix="/s", what="bandwidth", examples="12GB/s, 500MB/s or 800B/s")
+    """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int.
+
+    Text without a unit is refused, but for zero: who writes 12 rarely means bytes per second.
+    """
+    examples = "12GB/s, 500MB/s or 800B/s"
+    rate = _parse(value, suffix="/s", what="bandwidth", examples=examples)
+    if rate and isinstance(value, str) and value.strip().isdecimal():
+        meant = f"{rate}GB/s" if rate < _LEAST_LIKELY_BYTES_PER_SECOND else f"{rate}B/s"
+        raise UnitError(f"{value!r} has no unit; {meant}? write it like {examples}")
+    return rate
+
+
+def is_unlikely_bandwidth(bytes_per_second: int) -> bool:
+    """Whether no link between a device and its host is that slow, so that a unit was probably forgotten.
+
+    >>> is_unlikely_bandwidth(12), is_unlikely_bandwidth(12_000_000_000), is_unlikely_bandwidth(0)
+    (True, False, False)
+    """
+    return 0 < bytes_per_second < _LEAST_LIKELY_BYTES_PER_SECOND
 
 
 def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:

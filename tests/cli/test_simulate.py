@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -53,3 +54,36 @@ def test_an_illegal_schedule_is_refused_with_its_operation(write, files, capsys)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "operation 1, ['backward', 4]" in printed.err
+
+
+@pytest.mark.parametrize("num_stages", [3, 5])
+@pytest.mark.parametrize("command", [["simulate"], ["report", "-o", "page.html"], ["plot", "-o", "figure.svg"]])
+def test_a_schedule_of_a_chain_with_other_stages_is_refused_with_both_numbers(
+    command, num_stages, files, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    stages = range(1, num_stages + 1)
+    operations = (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages)))
+    Schedule("rotor", operations).save(files["schedule"])
+    assert main([command[0], files["chain"], files["schedule"], *command[1:]]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{files['schedule']}: the schedule ('rotor') is for {num_stages} stages" in printed.err
+    assert "chain 'four' has 4" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("default::lowtide.errors.LowtideWarning")
+def test_a_schedule_that_was_made_for_other_figures_is_simulated_with_a_word_about_it(files, chain, tmp_path, capsys):
+    assert main(["solve", files["chain"], "--strategy", "store-all", "--memory", "20kB", "-o", files["schedule"]]) == 0
+    assert main(["simulate", files["chain"], files["schedule"]]) == 0
+    assert capsys.readouterr().err == ""
+    other = str(tmp_path / "other.json")
+    replace(chain, input_bytes=700).save(other)
+    assert main(["simulate", other, files["schedule"], "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["peak_bytes"] == 14700
+    assert printed.err.startswith(f"lowtide: warning: {files['schedule']} was made for other figures")
+    assert "14500 bytes" in printed.err
+    assert "14700" in printed.err
+    assert printed.err.count("\n") == 1

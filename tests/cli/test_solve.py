@@ -83,3 +83,10 @@ def test_people_see_what_the_conversion_of_a_plan_costs(solved, files, capsys):
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("model"))
     assert len(line) <= 80
     assert line.endswith("%")
+
+
+def test_a_bandwidth_without_a_unit_is_one_line_with_a_hint(solved):
+    printed = solved("--memory", "20kB", "--bandwidth", "12", status=2)
+    assert printed.out == ""
+    assert printed.err.startswith("lowtide: --bandwidth: '12' has no unit; 12GB/s?")
+    assert printed.err.count("\n") == 1

@@ -14,7 +14,7 @@ from lowtide.chain import Chain
 from lowtide.cli.options import Json
 from lowtide.cli.output import print_json, print_pairs, print_table
 from lowtide.cli.progress import DelayedProgress
-from lowtide.errors import CaptureError, LowtideError, shown
+from lowtide.errors import CaptureError, LowtideError, SampleError, shown
 from lowtide.files import check_can_write
 from lowtide.units import format_bytes, format_seconds
 
@@ -105,6 +105,8 @@ def command(
     try:
         with DelayedProgress() as progress:
             chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
+    except SampleError as error:
+        raise _does_not_run(target, error.__cause__ or error) from error
     except LowtideError:
         raise
     except Exception:
@@ -170,10 +172,14 @@ def _check_runs(target: str, model: nn.Module, sample: Any) -> None:
         with torch.no_grad():
             Sample.of(sample).call(model)
     except Exception as error:
-        raise CaptureError(f"{target} does not run on its sample: {_described(error)}; change its sizes") from error
+        raise _does_not_run(target, error) from error
 
 
-def _described(error: Exception) -> str:
+def _does_not_run(target: str, error: BaseException) -> CaptureError:
+    return CaptureError(f"{target} does not run on its sample: {_described(error)}; change its sizes")
+
+
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide.chain import Chain
+from lowtide.cli.given import simulated
 from lowtide.cli.options import (
     Bandwidth,
     ChainFile,
@@ -24,8 +25,6 @@ from lowtide.files import check_can_write
 from lowtide.report import save_figure, survey
 from lowtide.report.figures import figure_format
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, Survey
-from lowtide.schedule import Schedule
-from lowtide.simulate import simulate
 from lowtide.trace import Trace
 
 
@@ -98,7 +97,7 @@ def command(
         raise LowtideError("the memory of which schedule? give a schedule file, or a budget with --memory")
     trace: Trace | None = None
     if schedule_file is not None:
-        trace = simulate(chain, Schedule.load(schedule_file), bandwidth=rate or None, duplex=not half_duplex)
+        _, trace = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
     found: Survey | None = None
     if panel is not Panel.memory or trace is None:
         with DelayedProgress() as progress:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtide.chain import Chain
+from lowtide.cli.given import simulated
 from lowtide.cli.options import (
     Bandwidth,
     ChainFile,
@@ -73,7 +74,9 @@ def command(
     budget = None if memory is None else bytes_option("--memory", memory)
     check_can_write(output)
     chain = Chain.load(chain_file)
-    schedule = None if schedule_file is None else Schedule.load(schedule_file)
+    schedule: Schedule | None = None
+    if schedule_file is not None:
+        schedule, _ = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
     with DelayedProgress() as progress:
         write_report(
             output,

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.chain import Chain
+from lowtide.cli.given import simulated
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, bandwidth_option
 from lowtide.cli.output import moved, print_json, print_pairs, step_time
 from lowtide.schedule import Schedule
-from lowtide.simulate import simulate
 from lowtide.trace import Trace
 from lowtide.units import format_bytes
 
@@ -36,8 +36,8 @@ def command(
     A schedule that is illegal for the chain is refused with the operation, its index and the reason.
     """
     rate = bandwidth_option(bandwidth)
-    chain, schedule = Chain.load(chain_file), Schedule.load(schedule_file)
-    trace = simulate(chain, schedule, bandwidth=rate, duplex=not half_duplex)
+    chain = Chain.load(chain_file)
+    schedule, trace = simulated(chain_file, chain, schedule_file, bandwidth=rate, duplex=not half_duplex)
     if json:
         print_json(_values(schedule, trace))
     else:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.file_tier import FileTier
@@ -91,6 +91,11 @@ def split_for(model: nn.Module, chain: Chain | None) -> Split:
 
 def check_legal(schedule: Schedule, num_stages: int) -> None:
     """Refuse a schedule that is illegal for any chain of that many stages."""
+    if schedule.num_stages not in (0, num_stages):
+        raise ScheduleError(
+            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, and the model has {num_stages} "
+            "stages; attach one that was solved for this model's chain (lowtide.measure)"
+        )
     most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
     variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
     stages = tuple(Stage(str(k), 0.0, 0.0, 1, 1, variants=variants) for k in range(num_stages))

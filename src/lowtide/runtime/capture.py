@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from torch import nn
 
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, shown
 from lowtide.runtime.capture_blocks import whole_blocks
 from lowtide.runtime.capture_cuts import (
     Cut,
@@ -63,7 +63,8 @@ def capture(
         The split; see `lowtide.runtime.split`.
 
     Raises:
-        CaptureError: where no useful chain is found, with what was seen and what to do.
+        CaptureError: where no useful chain is found, with what was seen and what to do; for arguments that are wrong.
+        SampleError: where the model fails on the sample.
 
     Example:
         >>> import torch
@@ -71,7 +72,9 @@ def capture(
         >>> [stage.name for stage in capture(model, torch.zeros(2, 4)).stages]
         ['0..1', '2..3']
     """
+    check_arguments(model, stages, loss)
     called = Sample.of(sample)
+    _refuse_an_empty_batch(called)
     keywords = without_cache(model, called)
     with preserved(model):
         observation = watch(model, called.with_keywords(keywords), loss)
@@ -86,6 +89,35 @@ def capture(
     if not cuts.chosen:
         raise CaptureError(_nothing_found(observation))
     return _split(observation, cuts, units, trailing, keywords)
+
+
+def check_arguments(model: Any, stages: Any, loss: Any) -> None:
+    """Refuse what cannot be right, before anything is run.
+
+    Raises:
+        CaptureError: with what was given and what is expected.
+    """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"model is {shown(model)}, expected an nn.Module")
+    if loss is not None and not callable(loss):
+        raise CaptureError(f"loss is {shown(loss)}, expected a function of the model's result")
+    if stages is None or callable(stages):
+        return
+    named = isinstance(stages, Sequence | Set) and not isinstance(stages, str)
+    if not named or not all(isinstance(pattern, str) for pattern in stages):
+        hint = f'; write ["{stages}"]' if isinstance(stages, str) else ""
+        raise CaptureError(
+            f'stages is {shown(stages)}, expected a list of paths with wildcards, such as ["encoder.layer.*"], or a '
+            f"function of (path, module){hint}"
+        )
+
+
+def _refuse_an_empty_batch(sample: Sample) -> None:
+    batched = [tensor for tensor in sample.tensors() if tensor.dim()]
+    if batched and not any(tensor.numel() for tensor in batched):
+        raise CaptureError(
+            f"the sample is empty ({sample}), so there is nothing to measure; give a batch of at least one"
+        )
 
 
 def _refuse_what_cannot_work(observation: Observation) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, LowtideError, SampleError
 from lowtide.runtime.sample import Sample, tensors_in
 
 NEVER = -1
@@ -100,11 +100,46 @@ def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack))
         stack.enter_context(watcher)
-        output = sample.call(model)
+        output = _result(model, sample)
         if loss is not None:
-            output = loss(output)
+            output = _loss(loss, output)
         watcher.finish(output)
     return watcher.observation
+
+
+# What says nothing about the arguments: lowtide's own refusals, and a full memory.
+_NOT_OF_THE_ARGUMENTS = (LowtideError, torch.OutOfMemoryError, MemoryError)
+
+
+def _result(model: nn.Module, sample: Sample) -> Any:
+    """What the model makes of the sample; where it fails, with the sample in the message."""
+    try:
+        return sample.call(model)
+    except _NOT_OF_THE_ARGUMENTS:
+        raise
+    except Exception as error:
+        raise SampleError(
+            f"the model failed on the sample with {_described(error)}; the sample is ({sample}): give what a training "
+            "step calls the model with, a tensor, a tuple of positional or a dict of keyword arguments"
+        ) from error
+
+
+def _loss(loss: Callable[[Any], Any], result: Any) -> Any:
+    """What the caller's loss makes of the model's result."""
+    try:
+        return loss(result)
+    except _NOT_OF_THE_ARGUMENTS:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"loss= failed with {_described(error)}; it is called with the model's result and nothing else: give "
+            "loss=lambda result: loss_fn(result, y)"
+        ) from error
+
+
+def _described(error: Exception) -> str:
+    """An error as a message shows it: its kind and all that it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _unpack(_: Any) -> torch.Tensor:

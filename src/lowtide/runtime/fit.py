@@ -14,11 +14,19 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ChainError, InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError, shown
+from lowtide.errors import (
+    ChainError,
+    InfeasibleBudgetError,
+    LowtideWarning,
+    PlanError,
+    SampleError,
+    ScheduleError,
+    shown,
+)
 from lowtide.files import read_json
 from lowtide.runtime.attach import check_legal, device_of, tier_for
 from lowtide.runtime.bandwidth import measured_bandwidth
-from lowtide.runtime.capture import StageNames
+from lowtide.runtime.capture import StageNames, check_arguments
 from lowtide.runtime.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.distributed import is_distributed, is_first, share
@@ -34,7 +42,7 @@ from lowtide.runtime.solving import Settings, host_bytes, solution_for
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO, find
-from lowtide.units import format_bytes, parse_bandwidth, parse_bytes
+from lowtide.units import format_bandwidth, format_bytes, is_unlikely_bandwidth, parse_bandwidth, parse_bytes
 
 # The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
 _NUM_WATCHED = 3
@@ -95,7 +103,8 @@ def fit(
 
     Raises:
         InfeasibleBudgetError: before training, with the least budget that works.
-        CaptureError: where the model cannot be cut into stages.
+        CaptureError: where the model cannot be cut into stages, and for arguments that are wrong.
+        SampleError: where the model fails on the sample; the original error is its `__cause__`.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -104,6 +113,7 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}, expected an nn.Module")
+    check_arguments(model, stages, loss)
     if strategy != AUTO:
         find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
@@ -113,7 +123,7 @@ def fit(
     settings = Settings(
         memory_budget=device_budget(device) if memory_budget is None else parse_bytes(memory_budget),
         strategy=strategy,
-        bandwidth=measured_bandwidth(device) if bandwidth is None else parse_bandwidth(bandwidth),
+        bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
         host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
         optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
         loss=loss,
@@ -130,6 +140,18 @@ def fit(
     if not is_distributed():
         return fitting.plan(Sample.of(sample), replan=replan)
     return _shared(fitting, Sample.of(sample), model)
+
+
+def _given_bandwidth(bandwidth: int | str) -> int:
+    rate = parse_bandwidth(bandwidth)
+    if is_unlikely_bandwidth(rate):
+        warnings.warn(
+            f"bandwidth is {format_bandwidth(rate)}, at which nothing is worth moving; an int is bytes per second: "
+            'write "12GB/s", leave it out to have it measured, or give 0 to move nothing',
+            LowtideWarning,
+            stacklevel=3,
+        )
+    return rate
 
 
 def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
@@ -217,6 +239,14 @@ class _Fitting:
         )
 
     def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
+        """Plan for a call of a training step; where the model fails on it, its own error comes through."""
+        try:
+            return self._part_for(args, kwargs, handler)
+        except SampleError as error:
+            original = error.__cause__ or error
+        raise original
+
+    def _part_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
         sample = Sample(args, kwargs)
         signature = self._signature_of(args, kwargs)
         if self._compiled and any(signature.fits_within(other) for other in self._signatures):

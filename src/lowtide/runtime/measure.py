@@ -89,7 +89,9 @@ def measure(
         The chain; `provenance` says on what it was measured and how far the times spread.
 
     Raises:
-        CaptureError: where no chain is found, or running it in stages would not give the same numbers.
+        CaptureError: where no chain is found, or running it in stages would not give the same numbers; for arguments
+            that are wrong.
+        SampleError: where the model fails on the sample; the original error is its `__cause__`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())

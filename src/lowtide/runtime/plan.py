@@ -334,6 +334,13 @@ class Plan:
 
     # Files
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: a copy would run the same model, or another that it does not know."""
+        raise PlanError(
+            "a plan belongs to one model and cannot be copied or pickled; write it with plan.save(path) and attach it "
+            "to the other model with lowtide.load_plan(path, model); models that have a plan can be copied"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, in the file format `lowtide.plan/1`."""
         part = self._part

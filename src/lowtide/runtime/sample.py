@@ -50,9 +50,21 @@ class Sample:
         args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
         return model(*args, **kwargs)
 
+    def __str__(self) -> str:
+        named = [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
+        return ", ".join([*map(_described, self.args), *named]) or "no arguments"
+
     def tensors(self) -> list[torch.Tensor]:
         """All tensors in it."""
         return list(tensors_in((self.args, self.kwargs)))
+
+
+def _described(value: Any) -> str:
+    """An argument as an error message shows it."""
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    plain = value is None or isinstance(value, str | int | float | bool)
+    return shown(value) if plain else type(value).__name__
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

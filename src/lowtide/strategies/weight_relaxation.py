@@ -28,7 +28,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.strategies.base import Problem
 from lowtide.strategies.linear_program import Program
 from lowtide.strategies.weight_periods import Period
 from lowtide.strategies.weight_selection import from_backward
@@ -222,13 +221,13 @@ def _copy_after_computing(
 _NUM_POINTS_OF_ANSWERS = 32
 
 
-def relaxed_seconds(period: Period, problem: Problem) -> float:
+def relaxed_seconds(period: Period, *, memory_budget: int, bandwidth: int, duplex: bool) -> float:
     """A lower bound in a fraction of a second: the program without integrality, at few points."""
     relaxation = relaxation_of(
         period,
-        memory_budget=problem.memory_budget,
-        bandwidth=problem.bandwidth,
-        duplex=problem.duplex,
+        memory_budget=memory_budget,
+        bandwidth=bandwidth,
+        duplex=duplex,
         whole_values=True,
         num_points=_NUM_POINTS_OF_ANSWERS,
     )

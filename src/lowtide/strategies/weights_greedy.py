@@ -71,7 +71,9 @@ class WeightsGreedy:
         placed, reserve = best
         return Answer(
             cyclic_schedule(self._name, period.num_stages, without_vain_copies(placed.operations)),
-            lower_bound_seconds=relaxed_seconds(period, problem),
+            lower_bound_seconds=relaxed_seconds(
+                period, memory_budget=problem.memory_budget, bandwidth=problem.bandwidth, duplex=problem.duplex
+            ),
             details={"cut": placed.cut, "reserve_bytes": int(reserve)},
         )
 

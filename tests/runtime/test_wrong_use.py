@@ -1,0 +1,150 @@
+"""What a caller got wrong is said in one line that names the argument, with the original error as its cause."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.runtime import capture_watch, planning
+
+WIDTH = 8
+
+
+def chain_of_blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def fit(model: nn.Module, sample: object, **options: object) -> lowtide.Plan:
+    return lowtide.fit(model, sample, **{"memory_budget": "1GiB", "bandwidth": 0, **options})
+
+
+both = pytest.mark.parametrize("call", [fit, lowtide.measure], ids=["fit", "measure"])
+
+
+@both
+@pytest.mark.parametrize(
+    ("sample", "kind", "shown"),
+    [
+        (torch.zeros(2, 3), RuntimeError, r"mat1 and mat2.*\[2, 3\] float32"),
+        (torch.zeros(2, WIDTH, dtype=torch.float64), RuntimeError, r"dtype.*\[2, 8\] float64"),
+        ({"pictures": torch.zeros(2, WIDTH)}, TypeError, r"unexpected keyword.*pictures=\[2, 8\] float32"),
+        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32, 3"),
+    ],
+    ids=["shape", "dtype", "keyword", "number"],
+)
+def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
+    with pytest.raises(lowtide.CaptureError, match=rf"on the sample.*{kind.__name__}.*{shown}") as caught:
+        call(chain_of_blocks(), sample)
+    assert type(caught.value.__cause__) is kind
+    assert str(caught.value.__cause__) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@both
+def test_a_loss_of_two_arguments(call):
+    with pytest.raises(lowtide.CaptureError, match=r"^loss= .*TypeError.*'target'.*loss=lambda result:") as caught:
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), loss=nn.CrossEntropyLoss())
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss": 5}, "loss is 5, expected a function"),
+        ({"stages": 5}, r"stages is 5, expected .*\[\"encoder\.layer\.\*\"\]"),
+        ({"stages": ["0", 5]}, r"stages is \['0', 5\], expected"),
+        ({"stages": "0.*"}, r"stages is '0\.\*', expected .*; write \[\"0\.\*\"\]"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call, options, reason, monkeypatch):
+    monkeypatch.setattr(capture_watch, "_Watcher", None)
+    monkeypatch.setattr(planning, "measured_for", None if call is fit else planning.measured_for)
+    with pytest.raises(lowtide.CaptureError, match=reason):
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
+
+
+def test_what_is_no_model_is_not_measured():
+    with pytest.raises(lowtide.LowtideError, match=r"expected an nn\.Module"):
+        lowtide.measure(nn.Tanh, torch.zeros(2, WIDTH))
+
+
+@both
+def test_an_empty_batch(call):
+    sample = (torch.zeros(0, WIDTH), torch.tensor(1.0))
+    with pytest.raises(lowtide.CaptureError, match=r"sample is empty.*\[0, 8\] float32.*at least one"):
+        call(chain_of_blocks(), sample)
+
+
+def test_a_sample_without_tensors_is_not_an_empty_batch():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = chain_of_blocks()
+
+        def forward(self, num_rows: int) -> torch.Tensor:
+            return self.blocks(torch.ones(num_rows, WIDTH))
+
+    assert lowtide.measure(Counting(), (2,)).num_stages > 1
+
+
+class Failing(nn.Module):
+    """Raises an error of its own while it has one."""
+
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain_of_blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.blocks(x)
+
+
+@both
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("full"), MemoryError(), lowtide.PlanError("mine")], ids=str
+)
+def test_what_is_not_the_samples_fault_passes_as_it_is(call, error):
+    model = Failing()
+    model.error = error
+    with pytest.raises(type(error)) as caught:
+        call(model, torch.zeros(2, WIDTH))
+    assert caught.value is error
+
+
+def test_in_a_training_step_that_plans_again_the_models_own_error_comes_through():
+    model = Failing()
+    with fit(model, torch.zeros(2, WIDTH)):
+        model.error = ValueError("mine")
+        with pytest.raises(ValueError, match="mine") as caught:
+            model(torch.zeros(4, WIDTH))  # larger than planned for
+        assert caught.value is model.error
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_a_plan_is_not_copied(copied):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        with pytest.raises(lowtide.PlanError, match=r"plan\.save\(path\).*lowtide\.load_plan\(path, model\)"):
+            copied(plan)
+        assert plan.is_attached
+        copied(model)  # the model is
+
+
+@pytest.mark.parametrize("bandwidth", [12, "999kB/s"])
+def test_a_link_slower_than_any_is_pointed_out(bandwidth):
+    with pytest.warns(lowtide.LowtideWarning, match=r"bandwidth is \d+ .*B/s.*\"12GB/s\""):
+        fit(chain_of_blocks(), torch.zeros(2, WIDTH), bandwidth=bandwidth).detach()
+
+
+@pytest.mark.parametrize("bandwidth", [0, "1MB/s"])
+def test_a_slow_link_and_none_at_all_are_not(bandwidth):
+    fit(chain_of_blocks(), torch.zeros(2, WIDTH), bandwidth=bandwidth).detach()  # a warning is an error here
