@@ -1,6 +1,6 @@
 """How many public architectures can be captured, measured, and run in stages with the same gradients.
 
-    python benchmarks/coverage.py --output coverage.json [--device cuda] [--limit-seconds 330] [--only NAME ...]
+    python -m benchmarks.coverage --output coverage.json [--device cuda] [--limit-seconds 330] [--only NAME ...]
 
 Takes torchvision, timm and transformers where they are installed, with random weights and small sizes. For each model:
 capture, measuring (once, not for precision), and a step in which every stage is run again, whose gradients are compared
@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only so; read when it starts
 
 import torch
+from benchmarks import harness
 from torch import nn
 
 from lowtide import LowtideError
@@ -86,7 +87,7 @@ def models(only: list[str]) -> list[tuple[str, str, bool, Callable[[], Made]]]:
         if importlib.util.find_spec(library) is not None:
             found += [(library, n, n in SEEN_WHILE_WRITING, picture_model(library, n, px)) for n, px in listed.items()]
     if importlib.util.find_spec("transformers") is not None:
-        from coverage_transformers import FAMILIES
+        from benchmarks.coverage_transformers import FAMILIES
 
         names = list(FAMILIES)
         found += [("transformers", n, names.index(n) < names.index("gpt-neo"), FAMILIES[n]) for n in names]
@@ -194,7 +195,7 @@ def markdown(lines: list[dict[str, Any]], machine: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="a JSON file; the table is written beside it")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    harness.add_device_argument(parser)
     parser.add_argument("--limit-seconds", type=float, default=330.0, help="begin no further model after this")
     parser.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()

@@ -214,6 +214,10 @@ def short_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
 
 
+_ENDINGS: dict[Path, list[str]] = {}
+"""Of the files that this process has written last, by their path without an ending."""
+
+
 def write_results(
     folder: Path,
     stem: str,
@@ -223,13 +227,17 @@ def write_results(
 ) -> None:
     """Write STEM.json, STEM.md and, where matplotlib is there, STEM.png; each replaced as a whole.
 
+    `written_files` then says which of them there are.
+
     Args:
         folder: made where it does not exist.
         stem: the files' name without its ending.
         values: for the JSON file.
         lines: of the table.
-        draw: is handed matplotlib's pyplot and returns a figure; None: no picture.
+        draw: is handed matplotlib's pyplot and returns a figure, or None where there is nothing to show; None: no
+            picture.
     """
+    endings = _ENDINGS[folder / stem] = [".json", ".md"]
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / f"{stem}.json", (json.dumps(values, indent=1) + "\n").encode())
     _replace(folder / f"{stem}.md", ("\n".join(lines) + "\n").encode())
@@ -244,6 +252,13 @@ def write_results(
             figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)  # with room for a title above all panels
             figure.savefig(folder / f"{stem}.png", dpi=120)
             plt.close(figure)
+            endings.append(".png")
+
+
+def written_files(folder: Path, stem: str) -> str:
+    """What the last `write_results` has written there, for people; files of earlier runs do not count."""
+    *others, last = _ENDINGS[folder / stem]
+    return f"{folder / stem}{', '.join(others)} and {last}"
 
 
 def panels(plt: Any, names: Sequence[str], *, columns: int, size: tuple[float, float]) -> tuple[Any, dict[str, Any]]:
@@ -299,10 +314,26 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:240]
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """The option `--device`; one that is not there ends the command with one line and status 2."""
+
+    def there(name: str) -> str:
+        if name == "cuda" and not torch.cuda.is_available():
+            print(
+                f"{parser.prog}: --device cuda: torch {torch.__version__} finds no CUDA device on this machine; leave "
+                "--device out, or give --device cpu",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
+        return name
+
+    on_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", type=there, choices=("cuda", "cpu"), default="cuda" if on_cuda else "cpu")
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every measuring command has."""
-    on_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_cuda else "cpu")
+    add_device_argument(parser)
     parser.add_argument("--seconds", type=float, help="stop after this time; what was measured is written")
     parser.add_argument("--output", type=Path, help="a folder for the results (default: beside the others of its kind)")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only networks whose name contains one")
@@ -355,5 +386,5 @@ class Run:
 
     @property
     def files(self) -> str:
-        """What it writes, for people."""
-        return f"{self.folder / self.stem}.json, .md and .png"
+        """What it has written, for people."""
+        return written_files(self.folder, self.stem)

@@ -1,6 +1,6 @@
 """Are the chains that lowtide measures true? The papers' networks, beside a real plain step on the same machine.
 
-    python benchmarks/measuring.py --output DIR [--device cuda] [--limit-seconds 330] [--only NAME ...] [--tiny]
+    python -m benchmarks.measuring --output DIR [--device cuda] [--limit-seconds 330] [--only NAME ...] [--tiny]
 
 For each network the chain is measured and written to DIR as a chain file; then plain steps run. The table compares the
 sum of the stages' times with a plain step's time, and the simulated peak of store-all with the measured peak. Networks
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks import harness
 from torch import nn
 
 import lowtide
@@ -149,7 +150,7 @@ HEADING = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="a folder")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    harness.add_device_argument(parser)
     parser.add_argument("--limit-seconds", type=float, default=330.0, help="begin no further network after this")
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")

@@ -1,0 +1,57 @@
+"""What all measuring commands share."""
+
+import importlib
+
+import pytest
+import torch
+from benchmarks import harness
+from papers.selection import __main__ as selection
+
+COMMANDS = {
+    "benchmarks.peers": [],
+    "benchmarks.scale": [],
+    "benchmarks.variants": [],
+    "papers.rotor.__main__": [],
+    "papers.selection.__main__": [],
+    "benchmarks.measuring": ["--output", "results"],
+    "benchmarks.coverage": ["--output", "results.json"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_device_that_is_not_there_is_one_line(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # coverage sets it where nobody else has: only here, then
+    given = ["--device", "cuda", *COMMANDS[command]]
+    monkeypatch.setattr("sys.argv", [command, *given])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(command).main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--device cuda: " in printed.err
+    assert "--device cpu" in printed.err
+    assert printed.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_names_the_files_that_it_has_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "selection-tiny-cpu.png").write_bytes(b"of an earlier run")
+    monkeypatch.setattr(selection, "TINY", [])  # as where the time is over before figure 5
+    selection.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {tmp_path / 'selection-tiny-cpu'}.json and .md"
+
+
+def test_a_picture_is_named_where_there_is_one(tmp_path):
+    def draw(plt):
+        return plt.figure()
+
+    stem = "any"
+    harness.write_results(tmp_path, stem, {}, [], None)
+    assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json and .md"
+    harness.write_results(tmp_path, stem, {}, [], draw)
+    assert (tmp_path / "any.png").exists()
+    assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json, .md and .png"
+    harness.write_results(tmp_path, stem, {}, [], lambda plt: None)
+    assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json and .md"
