@@ -120,6 +120,14 @@ def test_what_is_not_the_samples_fault_passes_as_it_is(call, error):
     assert caught.value is error
 
 
+def test_a_loss_that_does_not_suit_a_larger_batch_is_told_in_the_training_step_that_plans_again():
+    model, y = chain_of_blocks(), torch.zeros(2, dtype=torch.long)
+    with fit(model, torch.zeros(2, WIDTH), loss=lambda result: nn.functional.cross_entropy(result, y)):
+        with pytest.raises(lowtide.CaptureError, match=r"^loss= .*ValueError.*again for larger batches"):
+            model(torch.zeros(4, WIDTH))
+        model(torch.zeros(2, WIDTH)).sum().backward()  # as before
+
+
 def test_in_a_training_step_that_plans_again_the_models_own_error_comes_through():
     model = Failing()
     with fit(model, torch.zeros(2, WIDTH)):

@@ -132,8 +132,8 @@ def _loss(loss: Callable[[Any], Any], result: Any) -> Any:
         raise
     except Exception as error:
         raise CaptureError(
-            f"loss= failed with {_described(error)}; it is called with the model's result and nothing else: give "
-            "loss=lambda result: loss_fn(result, y)"
+            f"loss= failed with {_described(error)}; it is called with the model's result and nothing else, and again "
+            "for larger batches that come later: give loss=lambda result: loss_fn(result, y), with a y of result's size"
         ) from error
 
 
