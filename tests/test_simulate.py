@@ -223,6 +223,22 @@ def test_an_illegal_schedule_is_refused_with_index_operation_and_reason(operatio
     assert (caught.value.index, caught.value.operation) == (index, operations[index].to_list())
 
 
+@pytest.mark.parametrize(("num_stages", "index"), [(1, 1), (3, 2)])
+def test_a_schedule_for_another_number_of_stages_is_refused_with_both_and_the_first_operation_that_is_wrong(
+    num_stages, index
+):
+    stages = range(1, num_stages + 1)
+    operations = [*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))]
+    schedule = Schedule("rotor", operations)
+    assert schedule.num_stages == num_stages
+    with pytest.raises(
+        ScheduleError, match=rf"is for {num_stages} stages, and chain 'two' has 2; .*operation"
+    ) as caught:
+        simulate(TWO, schedule)
+    assert caught.value.index == index
+    assert caught.value.operation == operations[index].to_list()
+
+
 def test_an_incomplete_schedule_and_a_copy_without_a_link_are_refused():
     with pytest.raises(ScheduleError, match="before backward 2"):
         simulate(TWO, Schedule("", [Forward(1, "all"), Forward(2, "all")]))
