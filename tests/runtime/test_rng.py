@@ -32,14 +32,14 @@ def make() -> nn.Sequential:
     return nn.Sequential(*(Noisy() if k % 2 else nn.Linear(8, 8) for k in range(6)))
 
 
-def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
+def numbers(model: nn.Module, num_samples: int = 4) -> dict[str, torch.Tensor]:
     random.seed(1)
     numpy.random.seed(2)
     torch.manual_seed(3)
     found = {}
     for step in range(3):
         model.zero_grad()
-        output = model(torch.ones(4, 8))
+        output = model(torch.ones(num_samples, 8))
         output.square().mean().backward()
         found[f"{step} output"] = output.detach()
         found.update({f"{step} {name}": gradient for name, gradient in gradients(model)})
@@ -53,3 +53,11 @@ def test_generators_of_every_kind():
     model = make()
     lowtide.attach(model, recomputing(6))
     assert_equal(numbers(model), numbers(make()))
+
+
+def test_planning_for_a_model_with_generators_of_every_kind():
+    model, num_samples = make(), 4096  # so many that the generators' states, which count on a CPU, do not matter
+    options = {"bandwidth": 0, "optimizer": "sgd"}
+    with lowtide.fit(model, torch.ones(num_samples, 8), memory_budget="1.8MiB", **options) as plan:
+        assert_equal(numbers(model, num_samples), numbers(make(), num_samples))
+        assert plan.stats().recomputed_per_step > 0

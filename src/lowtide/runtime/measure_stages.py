@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
@@ -16,6 +14,7 @@ from lowtide.errors import CaptureError, ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, template, tensors_of
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.replay import RecordedStage, Recording
+from lowtide.runtime.rng import Generators, State
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.split import Split, StageSplit
 
@@ -53,7 +52,8 @@ class StagedModel:
         self._loss = loss
         self._stage = 1
         self._saved: list[list[Saved]] = [[] for _ in range(self.num_stages + 1)]
-        self._generators: list[_Generators] = []
+        self._generators = Generators.of(model)
+        self._random: list[State] = []
         self._buffers = [_buffers_of(model, stage) for stage in split.stages]
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
@@ -95,7 +95,7 @@ class StagedModel:
         if k > 1:
             self._note_peak()
         self._stage = k
-        self._generators.append(_Generators())
+        self._random.append(self._generators.state(everything=True))
         if self._meter is not None:
             self._meter.reset_peak()
             self._start_bytes = self._meter.live_bytes
@@ -162,11 +162,11 @@ class StagedModel:
 
     def has_drawn(self, k: int) -> bool:
         """Whether the generators are other than when stage k began: asked after a run of it."""
-        return _Generators() != self._generators[k - 1]
+        return self._generators.drawn_since(self._random[k - 1])
 
     def generator_states(self) -> list[torch.Tensor]:
-        """The states of the default generators now."""
-        return _Generators().states
+        """The states of torch's generators now."""
+        return self._generators.state(everything=False).of_torch
 
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""
@@ -184,7 +184,7 @@ class StagedModel:
         With `repeat_random` it finds generators and buffers as the first run did, and gives the same numbers.
         """
         if repeat_random:
-            self._generators[k - 1].restore()
+            self._generators.set(self._random[k - 1])
             for buffer, value in self._buffers[k - 1]:
                 buffer.data.copy_(value)
         try:
@@ -229,7 +229,7 @@ class StagedModel:
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
                     "running the stages one after the other gives another result than the model itself; does a module "
-                    "count its calls, or draw from a generator of its own? Else name coarser stages (stages=...)"
+                    "count its calls? Else name coarser stages (stages=...)"
                 )
 
 
@@ -278,37 +278,6 @@ def _buffers_of(model: nn.Module, stage: StageSplit) -> list[tuple[torch.Tensor,
     modules = [model.get_submodule(unit.path) for unit in stage.units]
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
     return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
-
-
-class _Generators:
-    """The states of the default generators, Python's and numpy's included, at one moment."""
-
-    def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy: Any = numpy.random.get_state(legacy=False)
-        on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._cuda = torch.cuda.get_rng_state() if on_cuda else None
-
-    @property
-    def states(self) -> list[torch.Tensor]:
-        return [self._cpu] if self._cuda is None else [self._cpu, self._cuda]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Generators) or len(self.states) != len(other.states):
-            return NotImplemented
-        one, two = self._numpy["state"], other._numpy["state"]
-        same_numpy = one["pos"] == two["pos"] and bool((one["key"] == two["key"]).all())
-        return same_numpy and self._python == other._python and all(map(torch.equal, self.states, other.states))
-
-    __hash__ = None  # type: ignore[assignment]  # states are compared, never looked up
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

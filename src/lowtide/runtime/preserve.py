@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
+
+from lowtide.runtime.rng import Generators
 
 
 @contextmanager
@@ -17,12 +17,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Put back, at the end of the `with` block, whatever running the model changes.
 
     That is: the values of its buffers, gradients, the modules' attributes (modes, counters, caches that a forward
-    fills), the states of the default random number generators (torch's, Python's and numpy's), and torch's global
-    flags. Hooks on parameters do not run inside: one may be an optimizer's step.
+    fills), the states of the random number generators (torch's, Python's, numpy's, and the modules' own), and torch's
+    global flags. Hooks on parameters do not run inside: one may be an optimizer's step.
     """
     modules = [_ModuleState(module) for module in model.modules()]
     tensors = [_TensorState(tensor) for tensor in {id(t): t for t in _tensors_of(model)}.values()]
-    generators, flags, hooks = _generator_states(), _Flags(), [_ParameterHooks(p) for p in model.parameters()]
+    generators = Generators.of(model)
+    random, flags = generators.state(everything=True), _Flags()
+    hooks = [_ParameterHooks(parameter) for parameter in model.parameters()]
     try:
         yield
     finally:
@@ -32,7 +34,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             tensor.restore()
         for each in hooks:
             each.restore()
-        _restore_generators(generators)
+        generators.set(random)
         flags.restore()
 
 
@@ -92,19 +94,6 @@ class _ParameterHooks:
         for table, hooks in self._tables:
             table.clear()
             table.update(hooks)
-
-
-def _generator_states() -> tuple[torch.Tensor, list[torch.Tensor], Any, Any]:
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_cuda, random.getstate(), numpy.random.get_state()
-
-
-def _restore_generators(states: tuple[torch.Tensor, list[torch.Tensor], Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
-    random.setstate(states[2])
-    numpy.random.set_state(states[3])
 
 
 class _Flags:

@@ -1,4 +1,6 @@
-"""Random numbers: a stage that drew some draws the same ones when it runs again, and nobody else notices."""
+"""Random numbers: a stage that drew some draws the same ones when it runs again, and nobody else notices; the same
+holds for measuring and trial steps.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class Generators:
 
     def __init__(self, devices: set[torch.device], own: list[torch.Generator]) -> None:
         self._torch: list[torch.Generator] = [torch.default_generator, *own]
-        if torch.cuda.is_available():
-            indices = {device.index or 0 for device in devices if device.type == "cuda"}
-            self._torch += [torch.cuda.default_generators[index] for index in sorted(indices)]
+        indices = {device.index or 0 for device in devices if device.type == "cuda"}
+        if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
+            indices = {torch.cuda.current_device()}  # a model without tensors runs where its input is
+        self._torch += [torch.cuda.default_generators[index] for index in sorted(indices)]
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Generators:
@@ -42,6 +45,10 @@ class Generators:
         """What they are about to give."""
         others = (random.getstate(), numpy.random.get_state(legacy=False)) if everything else None
         return State([generator.get_state() for generator in self._torch], others)
+
+    def drawn_since(self, before: State) -> bool:
+        """Whether any of them was used since a state."""
+        return self.drawn_between(before, self.state(everything=False))
 
     def drawn_between(self, before: State, now: State) -> bool:
         """Whether any of them was used between a state and now."""
@@ -67,13 +74,14 @@ class Generators:
     @contextmanager
     def _replayed(self, state: State) -> Iterator[None]:
         now = self.state(everything=state.others is not None)
-        self._set(state)
+        self.set(state)
         try:
             yield
         finally:
-            self._set(now)
+            self.set(now)
 
-    def _set(self, state: State) -> None:
+    def set(self, state: State) -> None:
+        """Make them give again what they were about to give."""
         for generator, value in zip(self._torch, state.of_torch, strict=True):
             generator.set_state(value)
         if state.others is not None:
