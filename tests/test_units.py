@@ -35,7 +35,7 @@ def test_what_is_not_a_number_of_bytes_is_refused_with_the_right_spelling(wrong)
 
 
 @pytest.mark.parametrize(
-    ("given", "rate"), [("12GB/s", 12 * 10**9), ("500MB/s", 5 * 10**8), ("800B/s", 800), (7, 7), ("0B/s", 0), ("0", 0)]
+    ("given", "rate"), [("12GB/s", 12 * 10**9), ("500MB/s", 5 * 10**8), ("800B/s", 800), (7, 7), ("7", 7), ("0B/s", 0)]
 )
 def test_bandwidth(given, rate):
     assert parse_bandwidth(given) == rate
@@ -45,12 +45,6 @@ def test_bandwidth(given, rate):
 def test_what_is_not_a_bandwidth_is_refused(wrong):
     with pytest.raises(UnitError, match="12GB/s"):
         parse_bandwidth(wrong)
-
-
-@pytest.mark.parametrize(("bare", "meant"), [("12", "12GB/s"), (" 7 ", "7GB/s"), ("12000000000", "12000000000B/s")])
-def test_a_bandwidth_without_a_unit_is_refused_with_what_was_probably_meant(bare, meant):
-    with pytest.raises(UnitError, match=rf"no unit.*\b{meant}\?.*write it like"):
-        parse_bandwidth(bare)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 2**20 - 1, 2**20, 5 * 2**30, 2**40 - 1, 3 * 2**41])

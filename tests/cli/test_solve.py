@@ -85,8 +85,9 @@ def test_people_see_what_the_conversion_of_a_plan_costs(solved, files, capsys):
     assert line.endswith("%")
 
 
-def test_a_bandwidth_without_a_unit_is_one_line_with_a_hint(solved):
-    printed = solved("--memory", "20kB", "--bandwidth", "12", status=2)
-    assert printed.out == ""
-    assert printed.err.startswith("lowtide: --bandwidth: '12' has no unit; 12GB/s?")
-    assert printed.err.count("\n") == 1
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("given", "hint"), [("12", True), ("12B/s", False), ("12000000000", False), ("0", False)])
+def test_a_bandwidth_that_lacks_its_unit_is_pointed_out(solved, given, hint):
+    error = solved("--memory", "20kB", "--bandwidth", given, status=0).err
+    assert ("--bandwidth: '12' has no unit and is taken as bytes per second; 12GB/s?" in error) == hint
+    assert error.count("\n") == int(hint)

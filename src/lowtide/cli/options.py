@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from lowtide.errors import UnitError
-from lowtide.units import parse_bandwidth, parse_bytes
+from lowtide.errors import LowtideWarning, UnitError
+from lowtide.units import is_unlikely_bandwidth, parse_bandwidth, parse_bytes
 
 ChainFile = Annotated[str, typer.Argument(metavar="CHAIN.json", help="The network: a chain file.", show_default=False)]
 
@@ -57,8 +58,18 @@ def bytes_option(name: str, text: str) -> int:
 
 
 def bandwidth_option(text: str | None) -> int | None:
-    """The bytes per second that `--bandwidth` holds, None where it is not given."""
-    return None if text is None else _parsed(parse_bandwidth, "--bandwidth", text)
+    """The bytes per second that `--bandwidth` holds, None where it is not given.
+
+    Warns:
+        LowtideWarning: where its unit was probably forgotten.
+    """
+    if text is None:
+        return None
+    rate = _parsed(parse_bandwidth, "--bandwidth", text)
+    if text.strip().isdecimal() and is_unlikely_bandwidth(rate):
+        message = f"--bandwidth: {text!r} has no unit and is taken as bytes per second; {rate}GB/s?"
+        warnings.warn(message, LowtideWarning, stacklevel=2)
+    return rate
 
 
 def _parsed(parse: Callable[[str], int], name: str, text: str) -> int:
