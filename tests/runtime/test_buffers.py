@@ -1,0 +1,319 @@
+"""Buffers that a forward reads in one place and changes in another: a stage that runs again finds them as it first did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tests.runtime.schedules import random_schedule
+from tests.runtime.training import assert_equal, batches, train
+from torch import nn
+
+import lowtide
+from lowtide.runtime.attach import split_for
+from lowtide.runtime.capture_check import check_gradients
+from lowtide.schedule import Backward, Forward, Operation, Schedule
+
+WIDTH = 16
+SHAPE = (12, WIDTH)
+NUM_STEPS = 4
+
+
+def bodies(depth: int = 4) -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+
+
+class AveragingBlock(nn.Module):
+    """Reads an average at its beginning and changes it at its end; lowtide cuts between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bodies(3)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = x - self.average
+        for each in self.body:
+            x = each(x)
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AveragingBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Queued(nn.Module):
+    """Compares with the keys of earlier steps, and takes in those of this one at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = bodies(), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("queue", F.normalize(torch.randn(WIDTH, 3 * SHAPE[0]), dim=0))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        for index, each in enumerate(self.body):
+            x = each(x)
+            if index == 1:
+                x = x + torch.softmax(x @ self.queue.clone().detach(), dim=1) @ self.queue.clone().T
+        x = self.head(x)
+        keys, at = F.normalize(x.detach(), dim=1), int(self.position)
+        self.queue[:, at : at + keys.shape[0]] = keys.T
+        self.position[0] = (at + keys.shape[0]) % self.queue.shape[1]
+        return x
+
+
+class Counting(nn.Module):
+    """Scales by a counter before it counts, and again afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bodies()
+        self.register_buffer("num_steps", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.body[0](x) * (1 + self.num_steps)
+        x = self.body[1](x) + self.num_steps
+        self.num_steps += 1
+        x = self.body[2](x) / (1 + self.num_steps)
+        return self.body[3](x)
+
+
+class Quantized(nn.Module):
+    """A codebook that follows what it is asked for, in the model's own code; written through `.data`, uncounted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = bodies(), bodies()
+        self.register_buffer("codes", torch.randn(6, WIDTH))
+        self.register_buffer("sizes", torch.ones(6))
+        self.register_buffer("sums", torch.randn(6, WIDTH))
+
+    def forward(self, x):
+        for each in self.encoder:
+            x = each(x)
+        nearest = torch.cdist(x, self.codes).argmin(dim=1)
+        y = x + (self.codes[nearest] - x).detach()
+        for each in self.decoder[:2]:
+            y = each(y)
+        y = y + self.codes.mean(0)
+        with torch.no_grad():
+            chosen = F.one_hot(nearest, 6).to(x.dtype)
+            self.sizes.data.mul_(0.8).add_(chosen.sum(0), alpha=0.2)
+            self.sums.data.mul_(0.8).add_(chosen.T @ x, alpha=0.2)
+            self.codes.data.copy_(self.sums / self.sizes.unsqueeze(1))
+        for each in self.decoder[2:]:
+            y = each(y)
+        return y + self.codes.sum()
+
+
+class Replacing(nn.Module):
+    """Puts another tensor in the buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bodies()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) + self.average)
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.body[3](self.body[2](x) - self.average)
+
+
+class ReplacingUnit(nn.Module):
+    """The same within a unit, which is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) - self.average)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unit = bodies(), ReplacingUnit()
+
+    def forward(self, x):
+        x = self.unit(self.body[1](self.body[0](x)))
+        return self.body[3](self.unit(self.body[2](x)))
+
+
+class Bank(nn.Module):
+    """A unit whose buffer others read before it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("memory", torch.randn(WIDTH))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        self.memory.lerp_(y.detach().mean(0), 0.25)
+        return y
+
+
+class Banked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.bank = bodies(), Bank()
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) + self.bank.memory)
+        return self.body[3](self.bank(self.body[2](x)))
+
+
+class Viewing(nn.Module):
+    """A view of the buffer crosses from stage to stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bodies()
+        self.register_buffer("averages", torch.randn(2, WIDTH))
+
+    def forward(self, x):
+        first = self.averages[0]
+        x = self.body[1](self.body[0](x) + first)
+        x = self.body[2](x + first) - first
+        self.averages.lerp_(x.detach().mean(0), 0.25)
+        return self.body[3](x)
+
+
+class Growing(nn.Module):
+    """Keeps what it has seen in a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unit = bodies(), GrowingUnit()
+
+    def forward(self, x):
+        return self.body[2](self.unit(self.body[1](self.unit(self.body[0](x)))))
+
+
+class GrowingUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(1, WIDTH))
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x) + self.seen.mean(0))
+        self.seen = torch.cat([self.seen, y.detach().mean(0, keepdim=True)])
+        return y
+
+
+MODELS = [Averaging, Queued, Counting, Quantized, Replacing, CalledTwice, Banked, Viewing, Growing]
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def everything_repeated(num_stages: int) -> Schedule:
+    """Each stage, the last one too, runs twice."""
+    operations: list[Operation] = [Forward(k, "keep") for k in range(1, num_stages + 1)]
+    for k in range(num_stages, 0, -1):
+        operations += [Forward(k, "all"), Backward(k)]
+    return Schedule("everything repeated", operations)
+
+
+def but_the_last_repeated(num_stages: int) -> Schedule:
+    operations: list[Operation] = [Forward(k, "keep") for k in range(1, num_stages)]
+    operations += [Forward(num_stages, "all"), Backward(num_stages)]
+    for k in range(num_stages - 1, 0, -1):
+        operations += [Forward(k, "all"), Backward(k)]
+    return Schedule("all but the last repeated", operations)
+
+
+def first_repeated(num_stages: int) -> Schedule:
+    """Those that change buffers, later on, run once."""
+    operations: list[Operation] = [Forward(1, "keep"), Forward(2, "keep")]
+    operations += [Forward(k, "all") for k in range(3, num_stages + 1)]
+    operations += [Backward(k) for k in range(num_stages, 2, -1)]
+    operations += [Forward(2, "all"), Backward(2), Forward(1, "all"), Backward(1)]
+    return Schedule("first ones repeated", operations)
+
+
+def nothing_repeated(num_stages: int) -> Schedule:
+    operations: list[Operation] = [Forward(k, "all") for k in range(1, num_stages + 1)]
+    return Schedule("nothing repeated", operations + [Backward(k) for k in range(num_stages, 0, -1)])
+
+
+def at_random(seed: int) -> Callable[[int], Schedule]:
+    return lambda num_stages: random_schedule(num_stages, seed, moves=0.2)
+
+
+SCHEDULES = {
+    "everything": everything_repeated,
+    "but the last": but_the_last_repeated,
+    "first": first_repeated,
+    **{f"random {seed}": at_random(seed) for seed in range(4)},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("kind", MODELS)
+def test_equal_to_plain_training(kind, schedule, strict):
+    model, inputs = made(kind), batches(SHAPE, NUM_STEPS)
+    split = split_for(model, lowtide.measure(model, inputs[0]))
+    assert split.num_stages > 3
+    repeated = set()
+    for path, module in model.named_modules():
+        module.register_forward_hook(lambda *_, path=path: repeated.add(path) if lowtide.is_recomputing() else None)
+    lowtide.attach(model, schedule(split.num_stages), split=split, strict=strict)
+    assert_equal(train(model, inputs), train(made(kind), inputs))
+    if schedule in (everything_repeated, but_the_last_repeated):
+        stages = split.stages if schedule is everything_repeated else split.stages[:-1]
+        assert repeated >= {unit.path for stage in stages for unit in stage.units}
+    else:
+        assert repeated
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_equal_where_nothing_is_repeated(kind):
+    model, inputs = made(kind), batches(SHAPE, NUM_STEPS)
+    split = split_for(model, lowtide.measure(model, inputs[0]))
+    plan = lowtide.attach(model, nothing_repeated(split.num_stages), split=split)
+    assert_equal(train(model, inputs), train(made(kind), inputs))
+    assert plan.stats().recomputed_per_step == 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_fit(kind):
+    model, inputs = made(kind), batches((2048, WIDTH), NUM_STEPS) if kind is not Queued else batches(SHAPE, NUM_STEPS)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, inputs[0], memory_budget=1000, bandwidth=0, optimizer="sgd")
+    budget = int(1.05 * caught.value.minimum_bytes)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, bandwidth=0, optimizer="sgd") as plan:
+        assert_equal(train(model, inputs), train(made(kind), inputs))
+        assert plan.stats().recomputed_per_step > 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_measuring_leaves_buffers_as_they_are(kind):
+    model, x = made(kind), batches(SHAPE, 1)[0]
+    before = dict(model.named_buffers())
+    values = {name: buffer.clone() for name, buffer in before.items()}
+    chain = lowtide.measure(model, x)
+    assert check_gradients(model, split_for(model, chain), x).equal
+    after = dict(model.named_buffers())
+    assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
