@@ -110,18 +110,14 @@ class CountsSteps(nn.Module):
         return x
 
 
-def test_a_buffer_that_the_model_itself_changes_is_changed_once_a_step():
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_buffer_that_the_model_itself_changes_is_changed_once_a_step(reads):
     inputs = batches(SHAPE, 4)
-    model, plain = CountsSteps(reads=False), CountsSteps(reads=False)
+    model, plain = CountsSteps(reads=reads), CountsSteps(reads=reads)
     with fitted(model, inputs[0]) as plan:
         assert_equal(train(model, inputs), train(plain, inputs))
         assert plan.stats().recomputed_per_step > 0
     assert model.num_steps == plain.num_steps == 4
-
-
-def test_a_buffer_that_a_stage_reads_and_the_model_changes_afterwards_is_refused():
-    with pytest.raises(lowtide.CaptureError, match="gives another result"):
-        lowtide.fit(CountsSteps(reads=True), batches(SHAPE, 1)[0], memory_budget="1GiB", bandwidth=0)
 
 
 class Shifted(CountsSteps):

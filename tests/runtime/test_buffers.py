@@ -1,4 +1,4 @@
-"""Buffers that a forward reads in one place and changes in another: a stage that runs again finds them as it first did."""
+"""Buffers that a forward reads in one place and changes in another: a repeated stage finds them as it first did."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.runtime.schedules import random_schedule
-from tests.runtime.training import assert_equal, batches, train
+from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
 import lowtide
 from lowtide.runtime.attach import split_for
 from lowtide.runtime.capture_check import check_gradients
+from lowtide.runtime.split import Split
 from lowtide.schedule import Backward, Forward, Operation, Schedule
 
 WIDTH = 16
@@ -204,7 +205,8 @@ class Growing(nn.Module):
         self.body, self.unit = bodies(), GrowingUnit()
 
     def forward(self, x):
-        return self.body[2](self.unit(self.body[1](self.unit(self.body[0](x)))))
+        x = self.unit(self.body[1](self.body[0](x)))
+        return self.body[3](self.unit(self.body[2](x)))
 
 
 class GrowingUnit(nn.Module):
@@ -262,6 +264,7 @@ def at_random(seed: int) -> Callable[[int], Schedule]:
 
 
 SCHEDULES = {
+    "nothing": nothing_repeated,
     "everything": everything_repeated,
     "but the last": but_the_last_repeated,
     "first": first_repeated,
@@ -269,42 +272,54 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True])
+def made_in_stages(kind: type[nn.Module]) -> tuple[nn.Module, Split]:
+    model = made(kind)
+    if kind not in splits:
+        splits[kind] = split_for(model, lowtide.measure(model, batches(SHAPE, 1)[0]))
+        assert splits[kind].num_stages > 3
+    return model, splits[kind]
+
+
+splits: dict[type[nn.Module], Split] = {}
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
 @pytest.mark.parametrize("kind", MODELS)
-def test_equal_to_plain_training(kind, schedule, strict):
-    model, inputs = made(kind), batches(SHAPE, NUM_STEPS)
-    split = split_for(model, lowtide.measure(model, inputs[0]))
-    assert split.num_stages > 3
+def test_equal_to_plain_training(kind, schedule):
+    inputs = batches(SHAPE, NUM_STEPS)
+    model, split = made_in_stages(kind)
     repeated = set()
     for path, module in model.named_modules():
         module.register_forward_hook(lambda *_, path=path: repeated.add(path) if lowtide.is_recomputing() else None)
+    strict = schedule is everything_repeated
     lowtide.attach(model, schedule(split.num_stages), split=split, strict=strict)
     assert_equal(train(model, inputs), train(made(kind), inputs))
+    stages = split.stages if schedule is everything_repeated else split.stages[:-1]
     if schedule in (everything_repeated, but_the_last_repeated):
-        stages = split.stages if schedule is everything_repeated else split.stages[:-1]
         assert repeated >= {unit.path for stage in stages for unit in stage.units}
-    else:
-        assert repeated
+    assert bool(repeated) == (schedule is not nothing_repeated)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_equal_where_nothing_is_repeated(kind):
-    model, inputs = made(kind), batches(SHAPE, NUM_STEPS)
-    split = split_for(model, lowtide.measure(model, inputs[0]))
-    plan = lowtide.attach(model, nothing_repeated(split.num_stages), split=split)
-    assert_equal(train(model, inputs), train(made(kind), inputs))
-    assert plan.stats().recomputed_per_step == 0
+def test_accumulated_gradients_and_a_forward_without_backward(kind):
+    inputs = batches(SHAPE, 4)
+    model, split = made_in_stages(kind)
+    lowtide.attach(model, but_the_last_repeated(split.num_stages), split=split)
+    plain = made(kind)
+    for each in (model, plain):
+        each(inputs[-1])
+    assert_equal(train(model, inputs, micro_batches=2), train(plain, inputs, micro_batches=2))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_fit(kind):
-    model, inputs = made(kind), batches((2048, WIDTH), NUM_STEPS) if kind is not Queued else batches(SHAPE, NUM_STEPS)
+def test_fit():
+    """From measuring to training, the budget so small that most stages run again."""
+    inputs = batches((512, WIDTH), NUM_STEPS)
+    model = made(Averaging)
+    options = {"bandwidth": 0, "optimizer": "sgd"}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        lowtide.fit(model, inputs[0], memory_budget=1000, bandwidth=0, optimizer="sgd")
-    budget = int(1.05 * caught.value.minimum_bytes)
-    with lowtide.fit(model, inputs[0], memory_budget=budget, bandwidth=0, optimizer="sgd") as plan:
-        assert_equal(train(model, inputs), train(made(kind), inputs))
+        lowtide.fit(model, inputs[0], memory_budget=1000, **options)
+    with lowtide.fit(model, inputs[0], memory_budget=int(1.1 * caught.value.minimum_bytes), **options) as plan:
+        assert_equal(train(model, inputs), train(made(Averaging), inputs))
         assert plan.stats().recomputed_per_step > 0
 
 
@@ -317,3 +332,85 @@ def test_measuring_leaves_buffers_as_they_are(kind):
     assert check_gradients(model, split_for(model, chain), x).equal
     after = dict(model.named_buffers())
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
+
+
+def two_forwards(model: nn.Module) -> dict[str, torch.Tensor]:
+    first, second = (model(x) for x in batches(SHAPE, 2))
+    (first * second).mean().backward()
+    return {**dict(gradients(model)), **{name: buffer.clone() for name, buffer in model.named_buffers()}}
+
+
+@pytest.mark.parametrize("kind", [Averaging, Queued, Banked])
+def test_two_forwards_before_one_backward(kind):
+    """Each stage finds what the stage that changed the buffer in the same forward has kept."""
+    model, split = made_in_stages(kind)
+    lowtide.attach(model, everything_repeated(split.num_stages), split=split)
+    assert_equal(two_forwards(model), two_forwards(made(kind)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counting, "num_steps"), (Quantized, "codes")])
+def test_a_buffer_that_a_second_forward_changes_after_its_last_reader_is_refused_by_name(kind, name):
+    """The first forward's last stages read what its own change left, and only the second one would know that."""
+    model, split = made_in_stages(kind)
+    lowtide.attach(model, everything_repeated(split.num_stages), split=split)
+    with pytest.raises(lowtide.ExecutionError, match=f"buffer '{name}' was changed in place between"):
+        two_forwards(model)
+
+
+class BuiltName(Banked):
+    """Reads another stage's buffer in a way that its code does not tell."""
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) + getattr(self.bank, "mem" + "ory"))
+        return self.body[3](self.bank(self.body[2](x)))
+
+
+def test_a_buffer_that_is_read_by_a_name_put_together_is_refused_by_name():
+    with pytest.raises(lowtide.CaptureError, match=r"gives another result .* changes 'bank.memory'"):
+        lowtide.measure(made(BuiltName), batches(SHAPE, 1)[0])
+
+
+class Late(nn.Module):
+    """Changes its buffer for the first time in its third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.num_calls = bodies(), 0
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) + self.average)
+        x = self.body[3](self.body[2](x))
+        self.num_calls += 1
+        if self.num_calls > 2:
+            self.average.lerp_(x.detach().mean(0), 0.5)
+        return x
+
+
+def test_a_buffer_that_changes_for_the_first_time_in_a_later_step_costs_that_step():
+    inputs = batches(SHAPE, 5)
+    model, split = made_in_stages(Late)
+    plain = made(Late)
+    lowtide.attach(model, but_the_last_repeated(split.num_stages), split=split)
+    assert_equal(train(model, inputs[:2]), train(plain, inputs[:2]))
+    plain(inputs[2])
+    with pytest.raises(lowtide.ExecutionError, match="buffer 'average' was changed by this step's forward and by none"):
+        model(inputs[2]).sum().backward()
+    model.zero_grad()
+    assert_equal(train(model, inputs[3:]), train(plain, inputs[3:]))
+
+
+def test_buffers_that_do_not_change_are_not_copied(monkeypatch):
+    """After the first step, in which it is seen which ones change."""
+    model, split = made_in_stages(Queued)
+    model.register_buffer("constant", torch.zeros(3, 3))
+    lowtide.attach(model, everything_repeated(split.num_stages), split=split)
+    x = batches(SHAPE, 1)[0]
+    copied = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda t, **options: (copied.append(t.shape), clone(t, **options))[1])
+    model(x).sum().backward()
+    assert copied.count((3, 3)) > 0
+    copied.clear()
+    model(x).sum().backward()
+    assert copied.count((3, 3)) == 0

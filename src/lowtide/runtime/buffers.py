@@ -1,14 +1,18 @@
 """Buffers that a forward changes (statistics, counters, power iterations): changed once a step, as in plain training.
 
-A stage that runs again must find its buffers as the first run found them, and leave them as they are by then. Which
-buffers a stage changes is seen in its first forward; from then on only those are copied beforehand. The statistics of
-BatchNorm are not even copied: in training its output does not depend on them, so the repeated run is given others,
-unless the code of a module around it names them.
+A stage that runs again must find the buffers that it reads as the first run found them, and leave them as they are by
+then, whoever has changed them since: the stage itself, or a later one (a queue of keys that is read in one stage and
+filled at the end of the model's own forward). Which buffers a stage changes is seen in its first forward; from then on
+only those are copied beforehand. Until a buffer changes it holds what earlier stages found, so the copy of the stage
+that changes it serves them, too: a *stamp*, which is another after each change, tells which copy is whose.
+
+The statistics of BatchNorm are not even copied: in training its output does not depend on them, so the repeated run is
+given others, unless the code of a module around it names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,15 +22,19 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
-from lowtide.runtime.containers import Held
 from lowtide.runtime.exchange import Entry, exchanged
 from lowtide.runtime.mentions import mentions
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
+Key = tuple[int, str]  # a module's address and a name among its buffers
+Stamp = tuple[int, int]  # how often a buffer was changed: as torch counts, and beside that
+Copies = dict[tuple[Key, Stamp], torch.Tensor | None]
+"""What buffers held before a stage of one forward changed them; None: nobody knew that it would."""
 
-class _Place(NamedTuple):
+
+class Place(NamedTuple):
     """Where a buffer is registered."""
 
     module: nn.Module
@@ -36,7 +44,13 @@ class _Place(NamedTuple):
     """No unit of the stage reads it; what lies between units may, and is on the tape then."""
 
     @property
+    def key(self) -> Key:
+        """The same for all stages."""
+        return id(self.module), self.name
+
+    @property
     def tensor(self) -> torch.Tensor | None:
+        """What stands there now."""
         return self.module._buffers.get(self.name)
 
     @property
@@ -48,60 +62,64 @@ class _Place(NamedTuple):
 class Snapshot:
     """The buffers of a stage, and the plain attributes of its modules, before its first run.
 
-    `statistics` are the places of BatchNorm modules in training; about the other places there are `versions`, by
-    place, and `copies`.
+    `statistics` are the places of BatchNorm modules in training; about the other places there are `stamps`, by place,
+    and, until the run has ended, `copies`.
     """
 
-    __slots__ = ("attributes", "changed", "copies", "statistics", "versions")
+    __slots__ = ("attributes", "changed", "copies", "stamps", "statistics")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
-        self.versions: dict[int, int] = {}
+        self.stamps: dict[int, Stamp] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
         self.attributes: list[Any] = []
 
 
 class StageBuffers:
-    """The buffers that one stage may change.
+    """The buffers that one stage may read or change.
 
     Args:
-        modules: those of the stage's units, by path.
+        modules: those of the stage's units, by path; none where the stage never runs again.
         outside: those that lie outside all units.
+        shared: buffers of other modules that this stage's glue may read or change, or others may read.
+        counts: of all stages together, how often buffers were changed without a version that tells so.
         swap: whether BatchNorm's statistics may be exchanged for the time of a repeated run (not in compiled modules,
             which may have looked at them when they were compiled).
     """
 
     def __init__(
-        self, modules: Sequence[tuple[str, nn.Module]], outside: Sequence[tuple[str, nn.Module]], *, swap: bool
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        outside: Sequence[tuple[str, nn.Module]],
+        shared: Iterable[Place],
+        counts: dict[Key, int],
+        *,
+        swap: bool,
     ) -> None:
         self._swap = swap
-        self._places: list[_Place] = []
+        self._counts = counts
         self._known: set[int] | None = None  # the ones that change, besides statistics; None: not seen yet
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what stands in for it
-        seen: set[tuple[int, str]] = set()
-        for path, module in (*modules, *outside):
-            for name, buffer in module._buffers.items():
-                if buffer is not None and (id(module), name) not in seen:
-                    seen.add((id(module), name))
-                    is_inside = any(module is each or mentions(each, frozenset({name})) for _, each in modules)
-                    self._places.append(_Place(module, name, f"{path}.{name}" if path else name, not is_inside))
-        modules = [*modules, *outside]
-        self._attributes = StageAttributes(module for _, module in modules)
+        found = {place.key: place for place in (*places_in(modules), *places_in(outside), *shared)}
+        own = {id(module) for _, module in modules}
+        self._places = [
+            place._replace(only_in_glue=key[0] not in own and not _is_named(place.name, modules))
+            for key, place in found.items()
+        ]
+        self._keys = list(found)
+        for key in self._keys:
+            counts.setdefault(key, 0)
+        self._attributes = StageAttributes(module for _, module in (*modules, *outside) if modules)
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
         self._others: list[int] = []
-        are_read = any(mentions(module, _STATISTICS) for _, module in modules)  # by whoever is around the BatchNorm
+        around = (*modules, *outside)
+        are_read = any(mentions(module, _STATISTICS) for _, module in around)  # by whoever is around the BatchNorm
         for index, place in enumerate(self._places):
             is_statistic = place.may_be_statistic and not are_read
             indices = self._norms.setdefault(place.module, []) if is_statistic else self._others
             indices.append(index)
-
-    @property
-    def statistics(self) -> frozenset[int]:
-        """The addresses of the storages of BatchNorm's statistics, which autograd saves and training does not read."""
-        tensors = (place.tensor for place in self._places if place.may_be_statistic and place.module.training)
-        return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
     def before(self) -> Snapshot | None:
         """Note the buffers before a first run; None where there are none."""
@@ -119,57 +137,105 @@ class StageBuffers:
         for index in noted:
             tensor = self._places[index].tensor
             if tensor is not None:
-                snapshot.versions[index] = tensor._version
+                snapshot.stamps[index] = (tensor._version, self._counts[self._keys[index]])
                 if self._known is None or index in self._known:
                     snapshot.copies[index] = tensor.detach().clone()
         return snapshot
 
-    def after(self, snapshot: Snapshot | None) -> None:
-        """Look what the first run changed: the snapshot is then what a repeated run needs."""
+    def after(self, snapshot: Snapshot | None, copies: Copies) -> None:
+        """Look what the first run changed: the snapshot and the copies are then what a repeated run needs."""
         if snapshot is None:
             return
-        for index, version in snapshot.versions.items():
-            if self._has_changed(index, version, snapshot.copies.get(index)):
+        for index, stamp in snapshot.stamps.items():
+            copy = snapshot.copies.get(index)
+            if self._has_changed(index, stamp, copy):
                 snapshot.changed.append(index)
-        if snapshot.copies:
-            snapshot.copies = {index: copy for index, copy in snapshot.copies.items() if index in snapshot.changed}
+                # Always counted: the version of a tensor that was put in its place may be the one before.
+                self._counts[self._keys[index]] += 1
+                copies[self._keys[index], stamp] = copy
+        snapshot.copies.clear()
         self._known = {*(self._known or ()), *snapshot.changed}
 
-    def _has_changed(self, index: int, version: int, copy: torch.Tensor | None) -> bool:
+    def _has_changed(self, index: int, stamp: Stamp, copy: torch.Tensor | None) -> bool:
         tensor = self._places[index].tensor
         if tensor is None:
             return False
-        if tensor._version != version or (self._known is not None and index in self._known):
+        if tensor._version != stamp[0] or (self._known is not None and index in self._known):
             return True
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
         return self._known is None and copy is not None and not _equal(copy, tensor)
 
-    def protected(self, snapshot: Snapshot | None, held: Iterable[Held]) -> AbstractContextManager[None]:
-        """Run the block with the changed buffers as they were, and leave them as they are.
+    def written(self, snapshot: Snapshot | None) -> set[int]:
+        """The addresses of the storages that a first run changed; BatchNorm's statistics in training included."""
+        return set() if snapshot is None else self._addresses((*snapshot.statistics, *snapshot.changed))
+
+    def _addresses(self, indices: Iterable[int]) -> set[int]:
+        tensors = (self._places[index].tensor for index in indices)
+        return {t.untyped_storage()._cdata for t in tensors if t is not None and t.layout is torch.strided}
+
+    def earlier(
+        self, snapshot: Snapshot | None, copies: Copies, read: Callable[[], set[int]]
+    ) -> Mapping[int, torch.Tensor]:
+        """What buffers, by place, held when the stage first ran, where that is something else by now.
 
         Args:
             snapshot: of the stage's first run.
-            held: what the stage's tape reads.
+            copies: of that forward.
+            read: gives the addresses of the storages that the stage's tape reads.
 
         Raises:
-            ExecutionError: for a buffer that changed in this step and in none before: its old value is not known; and
-                for one that it reads and somebody else changed since.
+            ExecutionError: for a buffer whose old value is not known: it changed in this step and in none before, or
+                somebody else changed it since.
+        """
+        found: dict[int, torch.Tensor] = {}
+        if snapshot is None:
+            return found
+        for index, stamp in snapshot.stamps.items():
+            place, key = self._places[index], self._keys[index]
+            tensor = place.tensor
+            if tensor is None or (tensor._version, self._counts[key]) == stamp:
+                continue
+            is_own = index in snapshot.changed
+            is_strided = tensor.layout is torch.strided
+            if place.only_in_glue and not is_own and is_strided and tensor.untyped_storage()._cdata not in read():
+                continue  # another stage's business
+            copy = copies.get((key, stamp))
+            if copy is None or not is_strided:
+                raise _lost(place, by_forward=(key, stamp) in copies)
+            found[index] = copy
+        return found
+
+    def rewritten(self, earlier: Mapping[int, torch.Tensor]) -> set[int]:
+        """The addresses of the storages that hold other values after a repeated run than during it."""
+        return self._addresses(earlier)
+
+    def protected(self, snapshot: Snapshot | None, earlier: Mapping[int, torch.Tensor]) -> AbstractContextManager[None]:
+        """Run the block with the buffers, and the attributes, as they were, and leave them as they are.
+
+        Args:
+            snapshot: of the stage's first run.
+            earlier: see `earlier`.
+
+        Raises:
+            ExecutionError: where a BatchNorm was switched between train() and eval() since.
         """
         if snapshot is None:
             return nullcontext()
         attributes = self._attributes.changed_since(snapshot.attributes)
-        return self._protected(snapshot, attributes, held) if self._places or attributes else nullcontext()
+        return self._protected(snapshot, attributes, earlier) if self._places or attributes else nullcontext()
 
     @contextmanager
-    def _protected(self, snapshot: Snapshot, attributes: list[Entry], held: Iterable[Held]) -> Iterator[None]:
-        self._check(snapshot, held)
-        statistics, written = snapshot.statistics, snapshot.changed
+    def _protected(
+        self, snapshot: Snapshot, attributes: list[Entry], earlier: Mapping[int, torch.Tensor]
+    ) -> Iterator[None]:
+        self._check_modes(snapshot.statistics)
+        statistics, written = snapshot.statistics, [*earlier]
         if not self._swap:
             statistics, written = [], [*written, *statistics]
         with (
             exchanged(self._spares(statistics)),
             exchanged(attributes),
-            self._put_back(written, snapshot.copies) if written else nullcontext(),
+            self._put_back(written, earlier) if written else nullcontext(),
         ):
             yield
 
@@ -177,48 +243,35 @@ class StageBuffers:
     def _put_back(self, written: Sequence[int], earlier: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Run the block with buffers as they were, where that matters, and put back what they hold now."""
         tensors = {index: tensor for index in written if (tensor := self._places[index].tensor) is not None}
+        # One that has grown is exchanged as a whole: a copy of the copy, in case the stage runs a third time.
+        others = {index: earlier[index].clone() for index, t in tensors.items() if not _is_like(earlier.get(index), t)}
+        kept = {index: tensor for index, tensor in tensors.items() if index not in others}
         now = {
             index: tensor.detach().clone() if index in earlier else self._spare_for(index, tensor)  # small: statistics
-            for index, tensor in tensors.items()
+            for index, tensor in kept.items()
         }
-        _write((now[index], tensor) for index, tensor in tensors.items() if index not in earlier)
-        with _unsafe_preserve_version_counter(tuple(tensors.values())):  # whoever saved one finds it as it was
-            _write((tensor, earlier[index]) for index, tensor in tensors.items() if index in earlier)
+        _write((now[index], tensor) for index, tensor in kept.items() if index not in earlier)
+        # The block may put another tensor in a buffer's place: what stands there now is put back in any case.
+        with (
+            exchanged([self._entry(index, others.get(index, tensor)) for index, tensor in tensors.items()]),
+            _unsafe_preserve_version_counter(tuple(kept.values())),  # whoever saved one finds it as it was
+        ):
+            _write((tensor, earlier[index]) for index, tensor in kept.items() if index in earlier)
             try:
                 yield
             finally:
-                _write((tensor, now[index]) for index, tensor in tensors.items())
+                _write((tensor, now[index]) for index, tensor in kept.items())
 
-    def _check(self, snapshot: Snapshot, held: Iterable[Held]) -> None:
-        """Refuse what cannot be made as it was."""
-        for index, version in snapshot.versions.items():
-            place = self._places[index]
-            if index in snapshot.changed:
-                if index not in snapshot.copies:
-                    raise ExecutionError(
-                        f"buffer {place.path!r} was changed by this step's forward and by none before, so the stage "
-                        "cannot be run again; run the step once more"
-                    )
-            elif (tensor := place.tensor) is not None and tensor._version != version:
-                if place.only_in_glue and not any(each.tensor is tensor for each in held):
-                    continue  # another stage's business
-                raise ExecutionError(
-                    f"buffer {place.path!r} was changed in place between the forward of a stage that reads it and its "
-                    "backward; change it after the backward pass"
-                )
-        for index in snapshot.statistics:
+    def _entry(self, index: int, tensor: torch.Tensor) -> Entry:
+        return self._places[index].module._buffers, self._places[index].name, tensor
+
+    def _check_modes(self, statistics: Iterable[int]) -> None:
+        for index in statistics:
             if not self._places[index].module.training:
                 raise ExecutionError(
                     f"the module of buffer {self._places[index].path!r} was switched between train() and eval() "
                     "between forward and backward; switch after the backward pass"
                 )
-
-    def rewritten(self, snapshot: Snapshot | None) -> set[int]:
-        """The addresses of the storages that hold other values after a repeated run than during it."""
-        if snapshot is None:
-            return set()
-        tensors = (self._places[index].tensor for index in snapshot.copies)
-        return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
     def _spares(self, statistics: list[int]) -> list[Entry]:
         """What is to stand in the places of statistics."""
@@ -240,9 +293,51 @@ class StageBuffers:
         return known[1]
 
 
+def places_in(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
+    """The buffers of modules given with their paths."""
+    return [
+        Place(module, name, f"{path}.{name}" if path else name)
+        for path, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def is_buffer_of(model: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is (a view of) a buffer of a model; slow, seldom asked."""
+    if tensor.layout is not torch.strided:
+        return False
+    address = tensor.untyped_storage()._cdata
+    strided = (buffer for buffer in model.buffers() if buffer.layout is torch.strided)
+    return any(buffer.untyped_storage()._cdata == address for buffer in strided)
+
+
+def _is_named(name: str, modules: Iterable[tuple[str, nn.Module]]) -> bool:
+    return any(mentions(module, frozenset({name})) for _, module in modules)
+
+
+def _lost(place: Place, *, by_forward: bool) -> ExecutionError:
+    if by_forward:
+        return ExecutionError(
+            f"buffer {place.path!r} was changed by this step's forward and by none before, so a stage that reads it "
+            "cannot be run again; run the step once more"
+        )
+    return ExecutionError(
+        f"buffer {place.path!r} was changed in place between the forward of a stage that reads it and its backward; "
+        "change it after the backward pass"
+    )
+
+
+def _is_like(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether what one tensor held can be written into another; None: nothing is to be written."""
+    return one is None or (one.shape == other.shape and one.dtype == other.dtype and one.device == other.device)
+
+
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two buffers hold the same; sparse ones cannot be compared, and count as unchanged."""
-    return one.layout is not torch.strided or other.layout is not torch.strided or torch.equal(one, other)
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return True
+    return torch.equal(one, other)
 
 
 def _write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

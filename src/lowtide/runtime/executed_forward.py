@@ -33,7 +33,8 @@ class ExecutedForward(StagedForward):
         self.step = step
         self._hooks: tuple[Pack, Unpack] | None = None
         self._sorter: Sorter | None = None
-        self._before: tuple[State, Snapshot | None] | None = None
+        self._before: State | None = None
+        self._snapshot: Snapshot | None = None
         self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +74,7 @@ class ExecutedForward(StagedForward):
         if mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
             if machine.strict:
-                run.fingerprints = Fingerprints(machine.buffers_of(k).statistics)
+                run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints)
             self._hooks = run.placeholders.first_run(step, sink)
             self._begin_call = run.placeholders.begin_call
@@ -83,24 +84,25 @@ class ExecutedForward(StagedForward):
             state = self._random
             if state is None or everything:
                 state = machine.generators.state(everything=everything)
-            self._before = (state, machine.buffers_of(k).before())
+            self._before = state
+        self._snapshot = machine.buffers_of(k).before()
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Hand over what the first run of stage k left."""
         super().end_stage(k, outputs)
         run = self.step.runs[k]
-        if run.fingerprints is not None:
-            run.fingerprints.finish()
         if self.tape is not None and self.tape.refusal is not None:
             raise ExecutionError(self.tape.refusal)
         self._random = None
         if self._before is not None:
-            state, snapshot = self._before
             self._random = self.machine.generators.state(everything=False)
-            run.random = self.machine.drawn(k, state, self._random)
-            run.snapshot = snapshot
-            self.machine.buffers_of(k).after(snapshot)
+            run.random = self.machine.drawn(k, self._before, self._random)
             run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
+        run.snapshot = self._snapshot
+        buffers = self.machine.buffers_of(k)
+        buffers.after(run.snapshot, self.step.copies)
+        if run.fingerprints is not None:
+            run.fingerprints.finish(buffers.written(run.snapshot))
         run.parameters = self.machine.parameters_of(k)
         run.versions = versions_of(run.parameters)
         for tensor in outputs.values() if k < self.layout.num_stages else ():

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.buffers import Snapshot
+from lowtide.runtime.buffers import Copies, Snapshot
 from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
@@ -88,6 +88,7 @@ class Step:
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
+        self.copies: Copies = {}
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
@@ -116,7 +117,7 @@ class Step:
                 source.keep_only(tape.inputs)
         if sorter is not None:
             assert tape is not None
-            inputs = {} if source is None else source.tensors(tape.inputs)
+            inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
             sorter.finish(inputs, self._fixed(tape))
         self._produce(operation, k, self._wanted(k, outputs), sorter)
 
@@ -201,6 +202,7 @@ class Step:
             value.leave()
         self.values.clear()
         self.host.clear()
+        self.copies.clear()
         for run in self.runs:
             run.tape = None
             run.snapshot = None
@@ -253,11 +255,12 @@ class Step:
 
     def _produce(self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         name = self.machine.stage_name(k)
+        movable = ("abar" if operation.save == "all" else "a", k) in self.program.moved
+        fixed = self.machine.storages_of(k) if movable else ()
         if operation.save == "all":
-            movable = ("abar", k) in self.program.moved
-            self.values[("abar", k)] = Saved(name, outputs, sorter, movable=movable)
+            self.values[("abar", k)] = Saved(name, outputs, sorter, movable=movable, fixed=fixed)
             return
-        self.values[("a", k)] = Activation(name, outputs, movable=("a", k) in self.program.moved)
+        self.values[("a", k)] = Activation(name, outputs, movable=movable, fixed=fixed)
         if operation.save == "drop":
             alone = self.values.pop(("a", k - 1), None)
             if alone is not None:
@@ -285,7 +288,7 @@ class Step:
         assert tape is not None
         assert source is not None
         self._check_parameters(k)
-        inputs = source.tensors(tape.inputs)
+        inputs = source.tensors(tape.inputs, self.machine.is_state)
         sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
         if operation.save != "all":
             outputs = self._run_again(k, inputs, discard)
@@ -333,15 +336,16 @@ class Step:
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
         run = self.runs[k]
         assert run.tape is not None
-        rewritten = self.machine.buffers_of(k).rewritten(run.snapshot)
-        if rewritten:
-            pack = _copying(pack, rewritten)
+        buffers = self.machine.buffers_of(k)
+        earlier = buffers.earlier(run.snapshot, self.copies, partial(_storages_read, run.tape, inputs))
+        if earlier:
+            pack = _copying(pack, buffers.rewritten(earlier))
         with (
             _MarkedAsRecomputing(),
             registered_again(run.registered),
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
-            self.machine.buffers_of(k).protected(run.snapshot, run.tape.held),
+            buffers.protected(run.snapshot, earlier),
             self._kernels.applied(),
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),
@@ -363,6 +367,12 @@ class Step:
         """Addresses of storages that a stage reads and that are not its own."""
         held = {held.tensor.untyped_storage()._cdata for held in tape.held if held.tensor.layout is torch.strided}
         return held | self.machine.storages_of(tape.stage)
+
+
+def _storages_read(tape: Tape, inputs: Mapping[int, torch.Tensor]) -> set[int]:
+    """The addresses of the storages that a stage's glue reads beside its own."""
+    tensors = (*(held.tensor for held in tape.held), *inputs.values())
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 
 def _copying(pack: Pack, addresses: set[int]) -> Pack:

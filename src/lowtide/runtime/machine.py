@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.buffers import StageBuffers
+from lowtide.runtime.buffers import Key, StageBuffers, is_buffer_of, places_in
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.interception import is_compiled
+from lowtide.runtime.mentions import names
 from lowtide.runtime.program import Program
 from lowtide.runtime.rng import Generators, State
 from lowtide.runtime.split import Split
@@ -76,6 +77,7 @@ class Machine:
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         self._buffers: dict[int, StageBuffers] = {}
+        self._changes: dict[Key, int] = {}
         self._storages: dict[int, set[int]] = {}
         self.refresh()
 
@@ -92,9 +94,21 @@ class Machine:
             unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
             self._parameters[k] = list(unique.values())
             self._places[k] = [(module._parameters, name) for _, module in modules for name in module._parameters]
-            compiled = any(is_compiled(module) for _, module in modules)
-            inside = modules[: len(modules) - len(self._outside)]
-            self._buffers[k] = StageBuffers(inside, self._outside, swap=not compiled)
+        self._find_buffers()
+
+    def _find_buffers(self) -> None:
+        """Those that each stage may read or change; of a stage that never runs again, those that others read."""
+        inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
+        of_units = {place.key: place for modules in inside.values() for place in places_in(modules)}
+        named = [place for place in of_units.values() if any(names(each, place.name) for _, each in self._outside)]
+        taped = {id(module) for k in self.program.taped for _, module in inside[k]}
+        for k, modules in inside.items():
+            swap = not any(is_compiled(module) for _, module in self._modules[k])
+            outside, shared = (self._outside, named) if taped else ([], [])
+            if k not in self.program.taped:
+                shared = [*shared, *places_in((path, module) for path, module in modules if id(module) in taped)]
+                modules = []
+            self._buffers[k] = StageBuffers(modules, outside, shared, self._changes, swap=swap)
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
         """All modules inside a stage's units; those outside of any unit count for every stage."""
@@ -120,7 +134,7 @@ class Machine:
         return self._places[k]
 
     def buffers_of(self, k: int) -> StageBuffers:
-        """The buffers that stage k may change."""
+        """The buffers that stage k may read or change."""
         return self._buffers[k]
 
     def storages_of(self, k: int) -> set[int]:
@@ -142,10 +156,7 @@ class Machine:
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""
-        if tensor.layout is not torch.strided:
-            return False
-        address = tensor.untyped_storage()._cdata
-        return any(buffer.untyped_storage()._cdata == address for buffer in self.model.buffers())
+        return is_buffer_of(self.model, tensor)
 
     def describe(self, tensor: torch.Tensor) -> str:
         """A tensor's name for messages."""

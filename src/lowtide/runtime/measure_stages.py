@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, template, tensors_of
+from lowtide.runtime.measure_buffers import RecordedBuffers
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.replay import RecordedStage, Recording
 from lowtide.runtime.rng import Generators, State
 from lowtide.runtime.sample import Sample
-from lowtide.runtime.split import Split, StageSplit
+from lowtide.runtime.split import Split
 
 Saved = tuple[torch.Size, torch.dtype]  # the form of one tensor that autograd saves
 
@@ -54,7 +55,7 @@ class StagedModel:
         self._saved: list[list[Saved]] = [[] for _ in range(self.num_stages + 1)]
         self._generators = Generators.of(model)
         self._random: list[State] = []
-        self._buffers = [_buffers_of(model, stage) for stage in split.stages]
+        self._buffers = RecordedBuffers(model, split)
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
         self._meter: Meter | None = None
@@ -77,6 +78,7 @@ class StagedModel:
                 result = self._sample.call(self.model)
             target = self.target(result)
             self._note_peak()
+        self._buffers.look(self.num_stages)
         self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
@@ -94,6 +96,7 @@ class StagedModel:
             return  # what the caller does with the result is part of the last stage
         if k > 1:
             self._note_peak()
+            self._buffers.look(k - 1)
         self._stage = k
         self._random.append(self._generators.state(everything=True))
         if self._meter is not None:
@@ -158,7 +161,7 @@ class StagedModel:
 
     def buffers(self, k: int) -> list[torch.Tensor]:
         """The buffers of stage k's units."""
-        return [buffer for buffer, _ in self._buffers[k - 1]]
+        return self._buffers.of_units(k)
 
     def has_drawn(self, k: int) -> bool:
         """Whether the generators are other than when stage k began: asked after a run of it."""
@@ -185,8 +188,7 @@ class StagedModel:
         """
         if repeat_random:
             self._generators.set(self._random[k - 1])
-            for buffer, value in self._buffers[k - 1]:
-                buffer.data.copy_(value)
+            self._buffers.put_back(k)
         try:
             with torch.enable_grad():
                 return self.stage(k).run_all(inputs)
@@ -229,8 +231,16 @@ class StagedModel:
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
                     "running the stages one after the other gives another result than the model itself; does a module "
-                    "count its calls? Else name coarser stages (stages=...)"
+                    f"count its calls{self._about_buffers()}? Else name coarser stages (stages=...)"
                 )
+
+    def _about_buffers(self) -> str:
+        """Which buffers the forward changes, as one of the reasons why a stage may give something else."""
+        changing = self._buffers.changing
+        if not changing:
+            return ""
+        shown = ", ".join(map(repr, changing[:3])) + (", ..." if len(changing) > 3 else "")
+        return f", or read another's buffer by a name that is put together (the forward changes {shown})"
 
 
 @contextmanager
@@ -271,13 +281,6 @@ def _nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)
-
-
-def _buffers_of(model: nn.Module, stage: StageSplit) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers of a stage's units and their values."""
-    modules = [model.get_submodule(unit.path) for unit in stage.units]
-    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
-    return [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,24 @@ def mentions(module: nn.Module, names: frozenset[str]) -> bool:
         >>> mentions(nn.BatchNorm1d(1), frozenset({"running_mean"}))
         False
     """
+    return _code_mentions(module, names | _WAYS_AROUND)
+
+
+def _code_mentions(module: nn.Module, names: frozenset[str]) -> bool:
     kind: Any = type(module)
-    names = names | _WAYS_AROUND
     own = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), vars(module).get("forward")]
     own += [method for value in vars(module).values() for method in _methods_of(value)]
     return _class_mentions(kind, names) or _any_mentions(own, kind, names)
+
+
+def names(module: nn.Module, name: str) -> bool:
+    """Whether that code names an attribute; asking by a name that is put together does not count.
+
+    Example:
+        >>> names(nn.BatchNorm1d(1), "memory")
+        False
+    """
+    return _code_mentions(module, frozenset({name}))
 
 
 # Whoever asks for buffers by these may get at any of them.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.buffers import is_buffer_of
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.interception import Interception
 from lowtide.runtime.split import Split
@@ -111,7 +112,7 @@ class Recording:
         self._layout = Layout.of(split)
         self._stages = frozenset(range(1, split.num_stages + 1) if stages is None else stages)
         self._on_stage = on_stage
-        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._model = model
         self._interception = Interception(model, self._layout.units, self._call)
         self._forward: _RecordedForward | None = None
 
@@ -150,7 +151,7 @@ class Recording:
         return result
 
     def _is_state(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._buffers
+        return is_buffer_of(self._model, tensor)
 
 
 class _RecordedForward(StagedForward):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 
 import torch
 
@@ -11,15 +12,10 @@ from lowtide.runtime.saved import Sink
 
 
 class Fingerprints:
-    """Of the tensors that one run of a stage saves; taken when it ends, since some are filled late.
+    """Of the tensors that one run of a stage saves; taken when it ends, since some are filled late."""
 
-    Args:
-        ignored: addresses of storages that a run changes after it has saved them, and whose values do not matter.
-    """
-
-    def __init__(self, ignored: frozenset[int] = frozenset()) -> None:
-        self._ignored = ignored
-        self._tensors: list[torch.Tensor | None] = []
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
         self._sums: list[int | None] = []
 
     @classmethod
@@ -32,12 +28,15 @@ class Fingerprints:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Take in the next saved tensor."""
-        is_ignored = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._ignored
-        self._tensors.append(None if is_ignored else tensor.detach())
+        self._tensors.append(tensor.detach())
 
-    def finish(self) -> None:
-        """The run has ended: keep the fingerprints alone."""
-        self._sums = [_fingerprint(tensor) for tensor in self._tensors]
+    def finish(self, ignored: Collection[int] = ()) -> None:
+        """The run has ended: keep the fingerprints alone.
+
+        Args:
+            ignored: addresses of storages that the run may have changed after it had saved them.
+        """
+        self._sums = [_fingerprint(tensor, ignored) for tensor in self._tensors]
         self._tensors = []
 
     def compare(self, first: Fingerprints, name: str) -> None:
@@ -61,8 +60,8 @@ def noting(sink: Sink | None, fingerprints: Fingerprints) -> Sink:
     return noting
 
 
-def _fingerprint(tensor: torch.Tensor | None) -> int | None:
-    if tensor is None or tensor.layout is not torch.strided or tensor.is_quantized:
+def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.untyped_storage()._cdata in ignored:
         return None
     data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes())

@@ -192,10 +192,11 @@ class Tape:
         """Writing into its own tensors is repeated when the stage runs again; writing into another's cannot be."""
         assert self._ledger is not None
         found = self._ledger.find(tensor)
+        if (found is not None and found[0] == self.stage) or self._is_state(tensor):
+            return
         if found is None:
-            if not self._is_state(tensor):
-                self._refuse(f"a tensor of shape {list(tensor.shape)} that is not its own", name)
-        elif found[0] != self.stage:
+            self._refuse(f"a tensor of shape {list(tensor.shape)} that is not its own", name)
+        else:
             self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
 
     def _refuse(self, what: str, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
@@ -17,12 +17,12 @@ class Leaf:
 
     __slots__ = ("_tensor", "_version", "_view", "requires_grad")
 
-    def __init__(self, tensor: torch.Tensor, cargo: Cargo | None) -> None:
+    def __init__(self, tensor: torch.Tensor, cargo: Cargo | None, fixed: Collection[int]) -> None:
         self.requires_grad = tensor.requires_grad
         self._tensor: torch.Tensor | None = tensor.detach()
         self._version = version_of(tensor)
         self._view: View | None = None
-        if cargo is not None and is_movable(tensor):
+        if cargo is not None and is_movable(tensor) and tensor.untyped_storage()._cdata not in fixed:
             self._view = cargo.view(tensor)
 
     def leave(self) -> None:
@@ -30,20 +30,20 @@ class Leaf:
         if self._view is not None:
             self._tensor = None
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, is_state: Callable[[torch.Tensor], bool]) -> torch.Tensor:
         """The tensor as an input of a repeated run: without history, asking for gradients as the first did."""
-        return self._checked(name).detach().requires_grad_(self.requires_grad)
+        return self._checked(name, is_state).detach().requires_grad_(self.requires_grad)
 
     def storage(self, name: str) -> torch.UntypedStorage:
         """Its storage, on the device."""
         return self._checked(name).untyped_storage()
 
-    def _checked(self, name: str) -> torch.Tensor:
+    def _checked(self, name: str, is_state: Callable[[torch.Tensor], bool] | None = None) -> torch.Tensor:
         tensor = self._tensor
         if tensor is None:
             assert self._view is not None
             return self._view.tensor()
-        if version_of(tensor) != self._version:
+        if version_of(tensor) != self._version and not (is_state is not None and is_state(tensor)):
             raise ExecutionError(
                 f"the output of stage {name!r}, of shape {list(tensor.shape)}, was changed in place between forward "
                 "and backward; work on a copy, or change it after the backward pass"
@@ -52,14 +52,30 @@ class Leaf:
 
 
 class Activation:
-    """a[k]: the tensors of stage k that the next stage reads, by number."""
+    """a[k]: the tensors of stage k that the next stage reads, by number.
+
+    Args:
+        name: the stage's, for messages.
+        tensors: by number.
+        movable: whether it leaves the device for some time.
+        fixed: addresses of storages that stay where they are: parameters, and buffers, which may change meanwhile.
+        cargo: with what it moves.
+    """
 
     __slots__ = ("cargo", "leaves", "name")
 
-    def __init__(self, name: str, tensors: Mapping[int, torch.Tensor], *, movable: bool, cargo: Cargo | None = None):
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[int, torch.Tensor],
+        *,
+        movable: bool,
+        fixed: Collection[int] = (),
+        cargo: Cargo | None = None,
+    ) -> None:
         self.name = name
         self.cargo = (cargo or Cargo()) if movable else None
-        self.leaves = {number: Leaf(tensor, self.cargo) for number, tensor in tensors.items()}
+        self.leaves = {number: Leaf(tensor, self.cargo, fixed) for number, tensor in tensors.items()}
 
     def keep_only(self, numbers: Iterable[int]) -> None:
         """Let go the tensors that the next stage turned out not to read; not for those that move."""
@@ -67,8 +83,8 @@ class Activation:
             wanted = set(numbers)
             self.leaves = {number: leaf for number, leaf in self.leaves.items() if number in wanted}
 
-    def tensors(self, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Inputs for a repeated run of the next stage."""
+    def tensors(self, numbers: Iterable[int], is_state: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
+        """Inputs for a repeated run of the next stage; buffers among them, which `is_state` knows, are put back."""
         if self.cargo is not None:
             self.cargo.arrive()
         missing = [number for number in numbers if number not in self.leaves]
@@ -77,7 +93,7 @@ class Activation:
                 f"the stage after {self.name!r} reads another of its tensors than in the steps before; what is done "
                 "between stages, in hooks too, must be the same in each step"
             )
-        return {number: self.leaves[number].tensor(self.name) for number in numbers}
+        return {number: self.leaves[number].tensor(self.name, is_state) for number in numbers}
 
     def offload(self, tier: Tier) -> int:
         """Queue the copies to the lower tier; returns their bytes."""
@@ -151,9 +167,17 @@ class Saved(Activation):
 
     __slots__ = ("_sorted", "items")
 
-    def __init__(self, name: str, tensors: Mapping[int, torch.Tensor], sorter: Sorter | None, *, movable: bool):
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[int, torch.Tensor],
+        sorter: Sorter | None,
+        *,
+        movable: bool,
+        fixed: Collection[int] = (),
+    ) -> None:
         self._sorted = None if sorter is None else sorter.cargo
-        super().__init__(name, tensors, movable=movable, cargo=self._sorted)
+        super().__init__(name, tensors, movable=movable, fixed=fixed, cargo=self._sorted)
         self.items: list[_Whole | _Part] = [] if sorter is None else sorter.items
 
     def fill(self, placeholders: Placeholders, source: Activation | None) -> None:
