@@ -14,7 +14,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.attach import split_for
 from lowtide.runtime.capture_check import check_gradients
-from lowtide.runtime.split import Split
+from lowtide.runtime.split import Split, StageSplit, Unit
 from lowtide.schedule import Backward, Forward, Operation, Schedule
 
 WIDTH = 16
@@ -133,6 +133,15 @@ class Replacing(nn.Module):
         return self.body[3](self.body[2](x) - self.average)
 
 
+class OtherData(Replacing):
+    """Gives the tensor in the buffer's place other data."""
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) + self.average)
+        self.average.data = 0.9 * self.average.data + 0.1 * x.detach().mean(0)
+        return self.body[3](self.body[2](x) - self.average)
+
+
 class ReplacingUnit(nn.Module):
     """The same within a unit, which is called twice."""
 
@@ -221,7 +230,7 @@ class GrowingUnit(nn.Module):
         return y
 
 
-MODELS = [Averaging, Queued, Counting, Quantized, Replacing, CalledTwice, Banked, Viewing, Growing]
+MODELS = [Averaging, Queued, Counting, Quantized, Replacing, OtherData, CalledTwice, Banked, Viewing, Growing]
 
 
 def made(kind: type[nn.Module]) -> nn.Module:
@@ -368,6 +377,36 @@ class BuiltName(Banked):
 def test_a_buffer_that_is_read_by_a_name_put_together_is_refused_by_name():
     with pytest.raises(lowtide.CaptureError, match=r"gives another result .* changes 'bank.memory'"):
         lowtide.measure(made(BuiltName), batches(SHAPE, 1)[0])
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first one: its parameters are given other data in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.follower = bodies(), bodies()
+        self.follower.requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            for mine, its in zip(self.body.parameters(), self.follower.parameters(), strict=True):
+                its.data = 0.9 * its.data + 0.1 * mine.data
+        y = x
+        for one, other in zip(self.body, self.follower, strict=True):
+            x, y = one(x), other(y)
+        return x * y.detach()
+
+
+def test_a_parameter_that_is_given_other_data_is_refused_by_name_and_left_as_it_is():
+    model, x = made(Momentum), batches(SHAPE, 1)[0]
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(lowtide.CaptureError, match=r"its parameter 'follower.0.0.weight' other data .* after the opt"):
+        lowtide.measure(model, x)
+    assert all(map(torch.equal, before, model.parameters()))
+    stages = (StageSplit("first", (Unit("body.0"),)), StageSplit("others", (Unit("body.1"),)))
+    lowtide.attach(model, everything_repeated(2), split=Split(stages))
+    with pytest.raises(lowtide.ExecutionError, match=r"stage 'first' changes a tensor .* that is not its own"):
+        model(x)
 
 
 class Late(nn.Module):

@@ -77,7 +77,9 @@ def capture(
     _refuse_an_empty_batch(called)
     keywords = without_cache(model, called)
     with preserved(model):
+        before = _places_in_memory(model)
         observation = watch(model, called.with_keywords(keywords), loss)
+        _refuse_other_data(before, _places_in_memory(model))
     _refuse_what_cannot_work(observation)
     if blocks:
         closed |= whole_blocks(model, observation)
@@ -136,6 +138,21 @@ def _refuse_what_cannot_work(observation: Observation) -> None:
             "no gradient flows from the model's output, or from what loss= makes of it; is anything of it to be "
             "trained (requires_grad), and is this outside of inference_mode?"
         )
+
+
+def _places_in_memory(model: nn.Module) -> dict[str, int]:
+    """Where the parameters lie, by name; those of other kinds (shards) come and go by themselves."""
+    return {name: p.data_ptr() for name, p in model.named_parameters() if type(p) is nn.Parameter}
+
+
+def _refuse_other_data(before: dict[str, int], after: dict[str, int]) -> None:
+    """Refuse `parameter.data = ...`, which is no operation that could be watched."""
+    for name, address in before.items():
+        if after.get(name, address) != address:
+            raise CaptureError(
+                f"the forward gives its parameter {name!r} other data (.data = ...), so running it again would give "
+                "other numbers; do that outside of the forward, for instance after the optimizer's step"
+            )
 
 
 def _nothing_found(observation: Observation) -> str:

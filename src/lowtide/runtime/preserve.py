@@ -48,10 +48,14 @@ class _TensorState:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+        self._data = tensor.data if is_plain else None
         self._grad = tensor.grad if tensor.is_leaf else None
         self._value = None if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
     def restore(self) -> None:
+        if self._data is not None and self._data.data_ptr() != self._tensor.data_ptr():
+            self._tensor.data = self._data  # somebody gave it other memory
         if self._value is not None and self._tensor.shape == self._value.shape:
             # BatchNorm's kernel changes its statistics without telling the version counter: always copy.
             self._tensor.data.copy_(self._value)

@@ -19,6 +19,7 @@ from lowtide.errors import ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, parts, template, tensors_of
 from lowtide.runtime.surroundings import Surroundings
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = -1  # the slot of a result that is one of the tensors handed in
 
 
@@ -148,6 +149,8 @@ class Tape:
             if version_of(tensor) != version:
                 changes = True
                 self._note_change(tensor, name)
+        if name == "__set__" and call == _SET_DATA:  # no version tells of it
+            self._note_change(args[0], "data")
         results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
         if results or changes or name == "__set__":
