@@ -64,6 +64,15 @@ def fitted(model: nn.Module, x: torch.Tensor) -> lowtide.Plan:
     return lowtide.fit(model, x, memory_budget=int(1.1 * caught.value.minimum_bytes), **options)
 
 
+def test_an_attribute_that_counts_from_the_first_call_on_is_measured_as_it_is_found():
+    inputs = batches(SHAPE, 3)
+    model, plain = stack(lambda: Annealed(1)), stack(lambda: Annealed(1))  # each call computes something else
+    with fitted(model, inputs[0]) as plan:
+        assert_equal(train(model, inputs), train(plain, inputs))
+        assert plan.stats().recomputed_per_step > 0
+    assert [block.num_calls for block in model] == [block.num_calls for block in plain] == [3] * 6
+
+
 def test_an_attribute_that_changes_in_a_later_step_is_put_back():
     inputs = batches(SHAPE, 50)
     model, plain = stack(lambda: Annealed(48)), stack(lambda: Annealed(48))

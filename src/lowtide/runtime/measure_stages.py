@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, template, tensors_of
-from lowtide.runtime.measure_buffers import RecordedBuffers
+from lowtide.runtime.measure_state import RecordedState
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.replay import RecordedStage, Recording
 from lowtide.runtime.rng import Generators, State
@@ -55,7 +55,7 @@ class StagedModel:
         self._saved: list[list[Saved]] = [[] for _ in range(self.num_stages + 1)]
         self._generators = Generators.of(model)
         self._random: list[State] = []
-        self._buffers = RecordedBuffers(model, split)
+        self._state = RecordedState(model, split)
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
         self._meter: Meter | None = None
@@ -78,7 +78,7 @@ class StagedModel:
                 result = self._sample.call(self.model)
             target = self.target(result)
             self._note_peak()
-        self._buffers.look(self.num_stages)
+        self._state.end(self.num_stages)
         self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
@@ -96,8 +96,9 @@ class StagedModel:
             return  # what the caller does with the result is part of the last stage
         if k > 1:
             self._note_peak()
-            self._buffers.look(k - 1)
+            self._state.end(k - 1)
         self._stage = k
+        self._state.begin(k)
         self._random.append(self._generators.state(everything=True))
         if self._meter is not None:
             self._meter.reset_peak()
@@ -161,7 +162,7 @@ class StagedModel:
 
     def buffers(self, k: int) -> list[torch.Tensor]:
         """The buffers of stage k's units."""
-        return self._buffers.of_units(k)
+        return self._state.of_units(k)
 
     def has_drawn(self, k: int) -> bool:
         """Whether the generators are other than when stage k began: asked after a run of it."""
@@ -188,7 +189,7 @@ class StagedModel:
         """
         if repeat_random:
             self._generators.set(self._random[k - 1])
-            self._buffers.put_back(k)
+            self._state.put_back(k)
         try:
             with torch.enable_grad():
                 return self.stage(k).run_all(inputs)
@@ -231,12 +232,13 @@ class StagedModel:
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
                     "running the stages one after the other gives another result than the model itself; does a module "
-                    f"count its calls{self._about_buffers()}? Else name coarser stages (stages=...)"
+                    "keep something that changes with each call, beside buffers and numbers"
+                    f"{self._about_buffers()}? Else name coarser stages (stages=...)"
                 )
 
     def _about_buffers(self) -> str:
         """Which buffers the forward changes, as one of the reasons why a stage may give something else."""
-        changing = self._buffers.changing
+        changing = self._state.changing
         if not changing:
             return ""
         shown = ", ".join(map(repr, changing[:3])) + (", ..." if len(changing) > 3 else "")

@@ -1,12 +1,15 @@
-"""The buffers that a recorded forward changes: what each stage found, so that it finds the same when it runs again."""
+"""What modules keep and a recorded forward changes, buffers and numbers: what each stage found, so that it finds the
+same when it runs again.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lowtide.runtime.attributes import StageAttributes
 from lowtide.runtime.mentions import names
 from lowtide.runtime.split import Split
 
@@ -65,11 +68,11 @@ class _Place:
         found.tensor.data.copy_(found.value)  # no version is counted: nobody else is to notice
 
 
-class RecordedBuffers:
-    """The buffers of a model in the course of one forward.
+class RecordedState:
+    """The buffers of a model, and the plain attributes of its modules, in the course of one forward.
 
-    A stage may change those of its units, those of modules that lie around units, and those that the code of such a
-    module names; after a stage these are compared with what they held before.
+    A stage may change those of its units, those of modules that lie around units, and buffers that the code of such a
+    module names; after a stage these buffers are compared with what they held before.
 
     Args:
         model: the model, before its forward.
@@ -85,6 +88,10 @@ class RecordedBuffers:
         own = [{id(inner) for unit in stage for inner in unit.modules()} for stage in units]
         inside = set().union(*own)
         around = [module for module in model.modules() if id(module) not in inside]
+        self._attributes = [
+            StageAttributes([*(inner for unit in stage for inner in unit.modules()), *around]) for stage in units
+        ]
+        self._values: dict[int, list[Any]] = {}  # of these attributes, when a stage began
         named = {name for name in {key[1] for key in places} if any(names(module, name) for module in around)}
         self._own = [[place for key, place in places.items() if key[0] in modules] for modules in own]
         self._others = [place for key, place in places.items() if key[0] not in inside or key[1] in named]
@@ -99,7 +106,11 @@ class RecordedBuffers:
         """The buffers of stage k's units."""
         return [tensor for place in self._own[k - 1] if (tensor := place.tensor) is not None]
 
-    def look(self, k: int) -> None:
+    def begin(self, k: int) -> None:
+        """Stage k begins in the recorded forward."""
+        self._values[k] = self._attributes[k - 1].before()
+
+    def end(self, k: int) -> None:
         """Stage k has run in the recorded forward."""
         for place in (*self._own[k - 1], *self._others):
             place.look(k)
@@ -109,3 +120,5 @@ class RecordedBuffers:
         for place in (*self._own[k - 1], *self._others):
             if place.changes:
                 place.put_back(k)
+        for table, name, value in self._attributes[k - 1].changed_since(self._values[k]):
+            table[name] = value
