@@ -8,10 +8,11 @@ import numpy
 import pytest
 import torch
 from tests.runtime.test_living_with_others import recomputing
-from tests.runtime.training import assert_equal, gradients
+from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.capture import capture
 
 
 class Noisy(nn.Module):
@@ -65,3 +66,67 @@ def test_planning_for_a_model_with_generators_of_every_kind():
     with lowtide.fit(model, torch.ones(num_samples, 8), memory_budget=budget, **options) as plan:
         assert_equal(numbers(model, num_samples), numbers(make(), num_samples))
         assert plan.stats().recomputed_per_step > 0
+
+
+class SetsGenerators(nn.Module):
+    """Its own code, between its submodules, sets generators or hands them on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16)) for _ in range(5)
+        )
+
+    def forward(self, x):
+        for k, block in enumerate(self.blocks):
+            x = x + getattr(self, self.way)(k, block, x)
+        return x
+
+    def seeded(self, k, block, x):
+        torch.manual_seed(k)
+        return block(x) * torch.rand_like(x)
+
+    def forked(self, k, block, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(k)
+            return block(x)
+
+    def one_mask(self, k, block, x):
+        state = torch.get_rng_state()
+        y = block(x)
+        torch.set_rng_state(state)
+        return y
+
+    def unmoved(self, k, block, x):
+        state = torch.get_rng_state()
+        noise = torch.rand_like(x)
+        torch.set_rng_state(state)
+        return block(x) * noise
+
+    def handed_on(self, k, block, x):
+        return block(x) * torch.rand(x.shape, generator=torch.Generator().manual_seed(k))
+
+    def others(self, k, block, x):
+        random.seed(k)
+        numpy.random.seed(k)
+        return block(x) * random.random() * float(numpy.random.rand())
+
+
+@pytest.mark.parametrize("way", ["seeded", "forked", "one_mask", "unmoved", "handed_on", "others"])
+def test_generators_that_are_set_between_submodules(way):
+    def make() -> SetsGenerators:
+        torch.manual_seed(1)
+        return SetsGenerators(way)
+
+    x = torch.randn(512, 16)
+    model = make()
+    split = capture(model, x)
+    expected = train(make(), [x, x, x])
+    for strict in (False, True):
+        with lowtide.attach(model, recomputing(split.num_stages), split=split, strict=strict) as plan:
+            assert_equal(train(model, [x, x, x]), expected)
+            assert plan.stats().recomputed_per_step > 0
+        model = make()
+    measured = lowtide.measure(model, x)  # refuses stages that do not compute the same
+    assert measured.num_stages == split.num_stages

@@ -16,7 +16,7 @@ from lowtide.runtime.endings import saves_last_before_a_product
 from lowtide.runtime.executor import Step
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
-from lowtide.runtime.rng import State
+from lowtide.runtime.rng import GeneratorWatch, State
 from lowtide.runtime.saved import Pack, Sink, Unpack
 from lowtide.runtime.staged import StagedForward
 from lowtide.runtime.strict import Fingerprints, noting
@@ -87,6 +87,10 @@ class ExecutedForward(StagedForward):
             self._before = state
         self._snapshot = machine.buffers_of(k).before()
 
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """Where generators are set between calls, in a stage that may run again."""
+        return self.machine.watch_of(k)
+
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Hand over what the first run of stage k left."""
         super().end_stage(k, outputs)
@@ -96,7 +100,8 @@ class ExecutedForward(StagedForward):
         self._random = None
         if self._before is not None:
             self._random = self.machine.generators.state(everything=False)
-            run.random = self.machine.drawn(k, self._before, self._random)
+            sets_generators = self.tape is not None and self.tape.sets_generators
+            run.random = self.machine.drawn(k, self._before, self._random, sets_generators=sets_generators)
             run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
         run.snapshot = self._snapshot
         buffers = self.machine.buffers_of(k)

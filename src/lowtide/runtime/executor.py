@@ -24,7 +24,6 @@ from lowtide.runtime.program import Mode
 from lowtide.runtime.rng import State
 from lowtide.runtime.saved import EndOfRunError, Pack, Placeholders, discard, never_opened
 from lowtide.runtime.strict import Fingerprints
-from lowtide.runtime.surroundings import Kernels
 from lowtide.runtime.tape import Tape, versions_of
 from lowtide.runtime.values import Activation, Saved, Sorter
 from lowtide.runtime.variants import StageVariants
@@ -95,7 +94,6 @@ class Step:
         self._lock = threading.RLock()
         self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
         self._task = -1
-        self._kernels = Kernels.now()
 
     # In the forward pass
 
@@ -346,7 +344,6 @@ class Step:
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
             buffers.protected(run.snapshot, earlier),
-            self._kernels.applied(),
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),
         ):

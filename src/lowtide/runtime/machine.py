@@ -16,7 +16,7 @@ from lowtide.runtime.cargo import Tier
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.mentions import names
 from lowtide.runtime.program import Program
-from lowtide.runtime.rng import Generators, State
+from lowtide.runtime.rng import Generators, GeneratorWatch, State
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
 from lowtide.runtime.variants import StageVariants
@@ -72,6 +72,7 @@ class Machine:
         """The stages that have run again at least once."""
         self._lock = threading.RLock()
         self._draws_others: dict[int, bool] = {}
+        self._setting: set[int] = set()  # the stages in which code between calls sets a generator
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._parameters: dict[int, list[nn.Parameter]] = {}
@@ -173,10 +174,18 @@ class Machine:
 
     def probes_all_generators(self, k: int) -> bool:
         """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used."""
-        return self._draws_others.get(k, True)
+        return k in self._setting or self._draws_others.get(k, True)
 
-    def drawn(self, k: int, before: State, now: State) -> State | None:
-        """The state from which stage k drew until now, None where it drew nothing."""
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
+        return GeneratorWatch(self.generators) if k in self._setting or k not in self._draws_others else None
+
+    def drawn(self, k: int, before: State, now: State, *, sets_generators: bool) -> State | None:
+        """The state from which stage k drew until now, None where it drew nothing and set none."""
+        if sets_generators:
+            self._setting.add(k)
+            self._draws_others[k] = True
+            return before
         if before.others is not None:
             self._draws_others[k] = self.generators.others_drawn_since(before)
             if not self._draws_others[k]:

@@ -21,6 +21,7 @@ from torch import nn
 from lowtide.runtime.buffers import is_buffer_of
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.interception import Interception
+from lowtide.runtime.rng import Generators, GeneratorWatch
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout, StagedForward
 from lowtide.runtime.tape import Tape
@@ -139,7 +140,9 @@ class Recording:
         current = self._interception.current
         if current.session is not None:
             return plain(*args, **kwargs)
-        forward = _RecordedForward(self._layout, self._stages, self._is_state, self._on_stage)
+        forward = _RecordedForward(
+            self._layout, self._stages, self._is_state, Generators.of(self._model), self._on_stage
+        )
         current.session = forward
         try:
             result = forward.run(self._interception.whole_or(plain), args, kwargs)
@@ -162,9 +165,11 @@ class _RecordedForward(StagedForward):
         layout: Layout,
         taped: frozenset[int],
         is_state: Callable[[torch.Tensor], bool],
+        generators: Generators,
         on_stage: Callable[[int], None] | None,
     ) -> None:
         super().__init__(layout, taped, is_state)
+        self._generators = generators
         self.recorded: dict[int, RecordedStage] = {}
         self._forms: dict[int, dict[int, Form]] = {}
         self._on_stage = on_stage
@@ -175,6 +180,9 @@ class _RecordedForward(StagedForward):
         for tape in self.tapes.values():
             tape.close()
         return result
+
+    def watch_of(self, k: int) -> GeneratorWatch:
+        return GeneratorWatch(self._generators)
 
     def _find_held(self, result: Any) -> None:
         """Find what others than the next stage read."""

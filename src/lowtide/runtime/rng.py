@@ -99,3 +99,35 @@ class State:
         # States are compared after every stage; as bytes that takes a twentieth of the time of `torch.equal`.
         self.contents = [string_at(state.data_ptr(), state.nbytes) for state in of_torch]
         self.others = others
+
+
+class GeneratorWatch:
+    """Notices where the code between a stage's calls sets a generator (`torch.manual_seed`, `fork_rng`, `random.seed`).
+
+    That code is not on a tape, so the call that comes next must find the generators as it did. Reading all of them at
+    every call takes longer than many calls do: a stage is watched when it runs for the first time, and later where that
+    has shown something.
+    """
+
+    def __init__(self, generators: Generators) -> None:
+        self.generators = generators
+        self.has_seen_one = False
+        """Whether a generator was set in this run of the stage."""
+        self._left = generators.state(everything=True)
+        self._set: State | None = None
+
+    def before_call(self) -> None:
+        """The stage is about to make a call."""
+        now = self.generators.state(everything=True)
+        if self.generators.drawn_between(self._left, now):
+            self._set = now
+            self.has_seen_one = True
+
+    def after_call(self) -> None:
+        """A call has ended."""
+        self._left = self.generators.state(everything=True)
+
+    def take(self) -> State | None:
+        """The state that the call on the tape must find; None: the one in which the call before it left them."""
+        found, self._set = self._set, None
+        return found

@@ -18,6 +18,7 @@ from lowtide.errors import ExecutionError
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.functions import functions_handed_to
 from lowtide.runtime.interception import UnitSite
+from lowtide.runtime.rng import GeneratorWatch
 from lowtide.runtime.split import Split
 from lowtide.runtime.tape import Ledger, Tape
 
@@ -119,13 +120,18 @@ class StagedForward:
         self.tape = None
         if k in self.taped:
             name = self.layout.names[k - 1]
-            self.tape = self.tapes[k] = Tape(k, name, self.ledger, self.is_state)
+            self.tape = self.tapes[k] = Tape(k, name, self.ledger, self.is_state, self.watch_of(k))
+
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """What notices generators that are set between the calls of stage k, which is about to run; None: nobody."""
+        return None
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Stage k has run; `outputs` are its tensors, by number, that somebody still holds (that the model returned,
         for the last stage).
         """
         if self.tape is not None:
+            self.tape.end()
             self.tape.finish(outputs)
             if k - 1 in self.tapes:
                 self.tapes[k - 1].finish(self.tape.inputs)  # by now it is known which of them matter

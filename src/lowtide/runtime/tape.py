@@ -8,7 +8,8 @@ Whatever else it reads (parameters, masks, tensors held for the whole chain) is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.containers import Held, Slot, build, parts, template, tensors_of
-from lowtide.runtime.surroundings import Surroundings
+from lowtide.runtime.rng import GeneratorWatch, State
+from lowtide.runtime.surroundings import Kernels, Surroundings
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = -1  # the slot of a result that is one of the tensors handed in
@@ -67,7 +69,20 @@ class Ledger:
 class Call:
     """One call on a tape: templates of its arguments, the slots of the tensors it returned, and what was around it."""
 
-    __slots__ = ("args", "call", "dead", "kwargs", "module", "name", "results", "surroundings", "training")
+    __slots__ = (
+        "args",
+        "call",
+        "dead",
+        "drawn_from",
+        "kernels",
+        "kwargs",
+        "module",
+        "name",
+        "random",
+        "results",
+        "surroundings",
+        "training",
+    )
 
     def __init__(
         self,
@@ -79,6 +94,7 @@ class Call:
         module: torch.nn.Module | None,
         training: bool,
         surroundings: Surroundings,
+        kernels: Kernels,
     ) -> None:
         self.name = name
         self.call = call
@@ -88,7 +104,12 @@ class Call:
         self.module = module
         self.training = training
         self.surroundings = surroundings
+        self.kernels = kernels
         self.dead: list[int] = []
+        self.random: State | None = None
+        """Of all generators, where the code before the call has set one."""
+        self.drawn_from: tuple[torch.Generator, torch.Tensor] | None = None
+        """The generator that was handed to the call, and its state."""
 
 
 class Tape:
@@ -103,9 +124,17 @@ class Tape:
         ledger: who made which tensor.
         is_state: whether a tensor is a buffer of the model: writing into it is allowed, and undone by whoever runs the
             tape.
+        watch: notices generators that are set between calls; None: nobody looks.
     """
 
-    def __init__(self, stage: int, name: str, ledger: Ledger, is_state: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        name: str,
+        ledger: Ledger,
+        is_state: Callable[[torch.Tensor], bool],
+        watch: GeneratorWatch | None = None,
+    ) -> None:
         self.stage = stage
         self.name = name
         self.calls: list[Call] = []
@@ -123,6 +152,12 @@ class Tape:
         self._is_ready = False  # whether it is known which call is the last to read each slot
         self._ledger: Ledger | None = ledger
         self._is_state = is_state
+        self._watch = watch
+
+    @property
+    def sets_generators(self) -> bool:
+        """Whether the code between its calls was seen to set a generator."""
+        return self._watch is not None and self._watch.has_seen_one
 
     # Recording
 
@@ -136,7 +171,11 @@ class Tape:
     ) -> Any:
         """Run a call and put it on the tape."""
         training = module is not None and module.training
-        surroundings = Surroundings.now()
+        surroundings, kernels = Surroundings.now(), Kernels.now()
+        generator = kwargs.get("generator") if kwargs else None
+        drawn_from = (generator, generator.get_state()) if isinstance(generator, torch.Generator) else None
+        if self._watch is not None:
+            self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
         if len(args) == 1 and type(args[0]) is torch.Tensor:  # most modules; without the detour over `template`
             forms = [self._encode(read, args[0])]
@@ -144,6 +183,8 @@ class Tape:
             forms = [template(value, partial(self._encode, read)) for value in args]
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
         result = call(*args, **kwargs)
+        if self._watch is not None:
+            self._watch.after_call()
         changes = False
         for tensor, version in read:
             if version_of(tensor) != version:
@@ -154,7 +195,10 @@ class Tape:
         results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
         if results or changes or name == "__set__":
-            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings)
+            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
+            entry.drawn_from = drawn_from
+            if self._watch is not None:
+                entry.random = self._watch.take()
             self.calls.append(entry)
         return result
 
@@ -208,6 +252,11 @@ class Tape:
             "make it one stage with the one before, or work on a copy"
         )
 
+    def end(self) -> None:
+        """The stage has ended; what follows belongs to the next one."""
+        if self._watch is not None:
+            self._watch.before_call()  # a generator may have been set after the last call, too
+
     def finish(self, outputs: Iterable[int]) -> None:
         """Say which of the stage's tensors, by number, a run is to return; may be called again."""
         self.outputs = tuple(outputs)
@@ -257,8 +306,10 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
-        for entry in self.calls:
-            self._run_call(entry, values)
+        handed = [entry.drawn_from[0] for entry in self.calls if entry.drawn_from is not None]
+        with _left_as_they_are(handed) if handed else nullcontext():
+            for entry in self.calls:
+                self._run_call(entry, values)
         return [values[slot] for slot in self._outputs]
 
     def check_held(self) -> None:
@@ -278,10 +329,14 @@ class Tape:
             )
         args = [build(form, values) for form in entry.args]
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
-        if entry.surroundings == Surroundings.now():
+        if entry.random is not None and self._watch is not None:
+            self._watch.generators.set(entry.random)
+        if entry.drawn_from is not None:
+            entry.drawn_from[0].set_state(entry.drawn_from[1])
+        if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
             result = entry.call(*args, **kwargs)
         else:
-            with entry.surroundings.applied():
+            with entry.surroundings.applied(), entry.kernels.applied():
                 result = entry.call(*args, **kwargs)
         made = tensors_of(result)
         if len(made) != len(entry.results):
@@ -294,6 +349,17 @@ class Tape:
                 values[slot] = tensor
         for slot in entry.dead:
             values[slot] = None
+
+
+@contextmanager
+def _left_as_they_are(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Put back, after the block, the states of generators that calls were handed."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
