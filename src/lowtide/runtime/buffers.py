@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
 from lowtide.runtime.exchange import Entry, exchanged
+from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import mentions
 
 _BATCH_NORMS = {nn.BatchNorm1d.forward, nn.BatchNorm2d.forward, nn.BatchNorm3d.forward, nn.SyncBatchNorm.forward}
@@ -60,13 +61,13 @@ class Place(NamedTuple):
 
 
 class Snapshot:
-    """The buffers of a stage, and the plain attributes of its modules, before its first run.
+    """The buffers of a stage, and the plain attributes and the lists of its modules, before its first run.
 
     `statistics` are the places of BatchNorm modules in training; about the other places there are `stamps`, by place,
     and, until the run has ended, `copies`.
     """
 
-    __slots__ = ("attributes", "changed", "copies", "stamps", "statistics")
+    __slots__ = ("attributes", "changed", "copies", "lists", "stamps", "statistics")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
@@ -74,6 +75,7 @@ class Snapshot:
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
         self.attributes: list[Any] = []
+        self.lists: Sequence[Found | None] = ()
 
 
 class StageBuffers:
@@ -111,6 +113,7 @@ class StageBuffers:
         for key in self._keys:
             counts.setdefault(key, 0)
         self._attributes = StageAttributes(module for _, module in (*modules, *outside) if modules)
+        self._lists = StageLists(module for _, module in (*modules, *outside) if modules)
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
         self._others: list[int] = []
@@ -123,11 +126,11 @@ class StageBuffers:
 
     def before(self) -> Snapshot | None:
         """Note the buffers before a first run; None where there are none."""
-        attributes = self._attributes.before()
-        if not self._places and not attributes:
+        attributes, lists = self._attributes.before(), self._lists.before()
+        if not self._places and not attributes and not lists:
             return None
         snapshot = Snapshot()
-        snapshot.attributes = attributes
+        snapshot.attributes, snapshot.lists = attributes, lists
         noted = self._others
         for module, indices in self._norms.items():
             if module.training:
@@ -210,7 +213,7 @@ class StageBuffers:
         return self._addresses(earlier)
 
     def protected(self, snapshot: Snapshot | None, earlier: Mapping[int, torch.Tensor]) -> AbstractContextManager[None]:
-        """Run the block with the buffers, and the attributes, as they were, and leave them as they are.
+        """Run the block with the buffers, the attributes and the lists as they were, and leave them as they are.
 
         Args:
             snapshot: of the stage's first run.
@@ -222,7 +225,9 @@ class StageBuffers:
         if snapshot is None:
             return nullcontext()
         attributes = self._attributes.changed_since(snapshot.attributes)
-        return self._protected(snapshot, attributes, earlier) if self._places or attributes else nullcontext()
+        if not self._places and not attributes and not snapshot.lists:
+            return nullcontext()
+        return self._protected(snapshot, attributes, earlier)
 
     @contextmanager
     def _protected(
@@ -235,6 +240,7 @@ class StageBuffers:
         with (
             exchanged(self._spares(statistics)),
             exchanged(attributes),
+            self._lists.protected(snapshot.lists) if snapshot.lists else nullcontext(),
             self._put_back(written, earlier) if written else nullcontext(),
         ):
             yield

@@ -15,6 +15,7 @@ from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.endings import saves_last_before_a_product
+from lowtide.runtime.lists import StageLists
 from lowtide.runtime.measure_backward import BackwardStart, wait_for_autograd
 from lowtide.runtime.measure_stages import (
     Saved,
@@ -41,11 +42,12 @@ _Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(slots=True)
 class _Run:
-    """One forward of a stage: what it returned, and where its backward starts."""
+    """One forward of a stage: what it returned, where its backward starts, and what it left in lists of modules."""
 
     outputs: list[torch.Tensor]
     result: Any
     starts: list[torch.Tensor]
+    left: list[Any]
 
 
 def measured_stages(
@@ -131,6 +133,7 @@ class _Measurer:
         self._staged = staged
         self._keeps_result = keeps_result
         self._device = device
+        self._lists = StageLists(staged.model.modules())
         self._names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
 
     def measured(self, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
@@ -213,7 +216,7 @@ class _Measurer:
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
         staged, saved = self._staged, list[Saved]()
-        with nothing_saved(saved):
+        with nothing_saved(saved), self._lists.protected(self._lists.before()):
             outputs = staged.run(k, staged.leaves(k, inputs))
             if k == staged.num_stages:
                 staged.check_target(staged.finish(outputs)[1])
@@ -221,12 +224,19 @@ class _Measurer:
         return [tensor.detach() for tensor in outputs[: len(staged.stage(k).outputs)]]
 
     def _forward(self, k: int, leaves: Sequence[torch.Tensor]) -> _Run:
-        outputs = self._staged.run(k, leaves, repeat_random=False)
-        if k < self._staged.num_stages:
-            return _Run(outputs, None, [tensor for tensor in outputs if tensor.requires_grad])
-        result, target = self._staged.finish(outputs)
-        starts = [tensor for tensor in target if tensor.requires_grad]
-        return _Run(outputs, result, starts) if self._keeps_result else _Run([], None, starts)
+        found = self._lists.before()
+        try:
+            outputs = self._staged.run(k, leaves, repeat_random=False)
+            if k < self._staged.num_stages:
+                run = _Run(outputs, None, [tensor for tensor in outputs if tensor.requires_grad], [])
+            else:
+                result, target = self._staged.finish(outputs)
+                starts = [tensor for tensor in target if tensor.requires_grad]
+                run = _Run(outputs, result, starts, []) if self._keeps_result else _Run([], None, starts, [])
+        finally:
+            left = self._lists.put_back(found)  # a graph that stayed there would count in the next run
+        run.left = left
+        return run
 
     def _forward_until_saved(self, k: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run stage k until the last tensor that it saves is there, as a step does when nobody wants its output."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.runtime.lists import Contents
 from lowtide.runtime.rng import Generators
 
 
@@ -17,10 +18,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Put back, at the end of the `with` block, whatever running the model changes.
 
     That is: the values of its buffers, gradients, the modules' attributes (modes, counters, caches that a forward
-    fills), the states of the random number generators (torch's, Python's, numpy's, and the modules' own), and torch's
-    global flags. Hooks on parameters do not run inside: one may be an optimizer's step.
+    fills) and what lists, dicts, sets and deques among these hold, the states of the random number generators (torch's,
+    Python's, numpy's, and the modules' own), and torch's global flags. Hooks on parameters do not run inside: one may
+    be an optimizer's step.
     """
     modules = [_ModuleState(module) for module in model.modules()]
+    contents = Contents(value for module in model.modules() for value in vars(module).values())
     tensors = [_TensorState(tensor) for tensor in {id(t): t for t in _tensors_of(model)}.values()]
     generators = Generators.of(model)
     random, flags = generators.state(everything=True), _Flags()
@@ -30,6 +33,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.restore()
+        contents.restore()
         for tensor in tensors:
             tensor.restore()
         for each in hooks:
@@ -64,12 +68,11 @@ class _TensorState:
 
 
 class _ModuleState:
-    """A module's attributes, with its tables of parameters, buffers and submodules."""
+    """A module's attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._attributes = dict(module.__dict__)
-        self._tables = {name: dict(value) for name, value in self._attributes.items() if isinstance(value, dict)}
 
     def restore(self) -> None:
         now: dict[str, Any] = self._module.__dict__
@@ -78,11 +81,6 @@ class _ModuleState:
         for name, value in self._attributes.items():
             if name not in now or now[name] is not value:
                 now[name] = value
-        for name, table in self._tables.items():
-            value = self._attributes[name]
-            if [(key, id(entry)) for key, entry in value.items()] != [(key, id(entry)) for key, entry in table.items()]:
-                value.clear()
-                value.update(table)
 
 
 class _ParameterHooks:

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
+from lowtide.runtime.lists import StageLists
 from lowtide.runtime.measure_stages import leaves_behind
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
@@ -75,6 +76,8 @@ def rehearse(
     let_go(device)
     set_aside_bytes = _gradient_bytes(model)
     state = _state_to_come(model, step.optimizer)
+    lists = StageLists(model.modules())
+    found = lists.before()
     with preserved(model), torch.enable_grad():
         execution.install()
         try:
@@ -85,6 +88,7 @@ def rehearse(
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin = _now(device)
             for _ in range(num_more):
+                lists.put_back(found)  # as a training loop clears them
                 _set_gradients(model, resident=step.grads_resident)
                 _run(model, step)
             seconds = (_now(device) - begin) / max(1, num_more)
