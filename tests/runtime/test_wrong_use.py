@@ -156,3 +156,52 @@ def test_a_link_slower_than_any_is_pointed_out(bandwidth):
 @pytest.mark.parametrize("bandwidth", [0, "1MB/s"])
 def test_a_slow_link_and_none_at_all_are_not(bandwidth):
     fit(chain_of_blocks(), torch.zeros(2, WIDTH), bandwidth=bandwidth).detach()  # a warning is an error here
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_model_of_another_type_than_planned_for_is_refused(attached):
+    model = nn.Sequential(nn.Embedding(8, WIDTH), *chain_of_blocks())
+    tokens = torch.zeros(4, dtype=torch.long)
+    if attached:
+        chain = lowtide.measure(model, tokens)
+        plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
+    else:
+        plan = fit(model, tokens)
+    model.double()
+    with pytest.raises(
+        lowtide.PlanError, match=r"parameter '0.weight' is torch.float64, and was torch.float32.*fit again"
+    ):
+        model(tokens)
+    plan.detach()
+    model(tokens).sum().backward()
+
+
+def test_a_tensor_that_goes_past_calls_is_told_without_a_loss_that_nobody_gave():
+    class Holder:
+        value = None
+
+    class Layer(nn.Module):
+        def __init__(self, holder):
+            super().__init__()
+            self.linear, self.holder = nn.Linear(WIDTH, WIDTH), holder
+
+        def forward(self, x):
+            last = x if self.holder.value is None else self.holder.value
+            self.holder.value = torch.tanh(self.linear(x)) + last
+            return x + 1
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.holder = Holder()
+            self.layers = nn.ModuleList(Layer(self.holder) for _ in range(3))
+
+        def forward(self, x):
+            self.holder.value = None
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.holder.value
+
+    with pytest.raises(lowtide.CaptureError) as refusal:
+        fit(Net(), torch.zeros(4, WIDTH, requires_grad=True))
+    assert "loss=" not in str(refusal.value)

@@ -35,7 +35,8 @@ from lowtide.errors import CaptureError
 from lowtide.runtime.capture import StageNames, capture
 from lowtide.runtime.compiled import CompiledStages
 from lowtide.runtime.measure_backward import wait_for_autograd
-from lowtide.runtime.measure_figures import Progress, measured_stages, stage_overhead
+from lowtide.runtime.measure_figures import Progress, measured_stages
+from lowtide.runtime.measure_overhead import stage_overhead
 from lowtide.runtime.measure_stages import UnfaithfulStageError
 from lowtide.runtime.measure_time import NOTHING, Timing, paced
 from lowtide.runtime.measure_weights import (

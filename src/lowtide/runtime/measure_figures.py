@@ -25,12 +25,12 @@ from lowtide.runtime.measure_stages import (
     nothing_saved,
     storages_of,
 )
-from lowtide.runtime.measure_time import Timing, timed
+from lowtide.runtime.measure_time import timed
 from lowtide.runtime.measure_variants import VariantCheck
 from lowtide.runtime.meter import Meter, no_collection
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.saved import EndOfRunError
-from lowtide.runtime.split import Split, StageSplit, Unit
+from lowtide.runtime.split import Split
 from lowtide.runtime.stage_figures import StageFigures, with_held_gradients
 
 # Stages of one kind that hold less than this share of the bytes have no variants.
@@ -66,7 +66,7 @@ def measured_stages(
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
-    measurer = _Measurer(staged, device, keeps_result=keeps_result)
+    measurer = Measurer(staged, device, keeps_result=keeps_result)
     figures: list[StageFigures] = []
     of_kind: dict[str, StageFigures] = {}
     inputs = staged.first_inputs()
@@ -96,25 +96,6 @@ def _report(progress: Progress | None, stage: str, k: int, num_stages: int, vari
         progress(f"{stage}, compiling as {variant}" if variant else stage, (k - 1 + share) / num_stages)
 
 
-def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
-    """What running a stage by itself takes beyond the stage's own work, in forward and in backward.
-
-    A stage of one view is measured as all others are: what it takes is finding the inputs, following the recording and
-    calling autograd, once for each stage here and never, or once, within a step.
-    """
-    x = torch.zeros(1, device=device, requires_grad=True)
-    split = Split(tuple(StageSplit(name, (Unit(name),)) for name in ("0", "1")))
-    staged = StagedModel(nn.Sequential(_View(), _View()), split, Sample.of(x))
-    staged.record()
-    figure = _Measurer(staged, device, keeps_result=True).measured(1, staged.first_inputs())
-    return figure.forward, figure.backward
-
-
-class _View(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-
 def _recorded(
     model: nn.Module, split: Split, sample: Sample, loss: Callable[[Any], Any] | None, device: torch.device
 ) -> StagedModel:
@@ -128,7 +109,9 @@ def _recorded(
     return staged
 
 
-class _Measurer:
+class Measurer:
+    """Measures the stages of a recorded model, each from its input."""
+
     def __init__(self, staged: StagedModel, device: torch.device, *, keeps_result: bool) -> None:
         self._staged = staged
         self._keeps_result = keeps_result
@@ -312,8 +295,7 @@ class _Measurer:
             except RuntimeError as error:
                 raise CaptureError(
                     f"the backward of stage {self._staged.stage(k).name!r} does not work by itself "
-                    f"({str(error).partition('.')[0]}); where loss= reads tensors that the model left in attributes, "
-                    "return them from its forward, or leave loss= out"
+                    f"({str(error).partition('.')[0]}); {self._staged.advice}"
                 ) from error
 
     def _start_of_backward(self, k: int, run: _Run) -> BackwardStart:

@@ -209,6 +209,19 @@ class StagedModel:
         found = _loss_in(result)
         return [found] if found is not None else [t for t in tensors_of(result) if t.requires_grad]
 
+    @property
+    def advice(self) -> str:
+        """What to do where a stage's backward reaches beyond the stage."""
+        if self._loss is not None:
+            return (
+                "where loss= reads tensors that the model left in attributes, return them from its forward, or leave "
+                "loss= out"
+            )
+        return (
+            "it uses a tensor that an earlier stage left in an object or an attribute: hand it on as an argument and a "
+            "result, or name coarser stages (stages=...)"
+        )
+
     def num_saved(self, k: int) -> int:
         """How many tensors stage k saved when the model ran, as often as each was saved."""
         return len(self._saved[k])

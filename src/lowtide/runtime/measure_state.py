@@ -1,15 +1,17 @@
-"""What modules keep and a recorded forward changes, buffers and numbers: what each stage found, so that it finds the
-same when it runs again.
+"""What modules keep and a recorded forward changes, buffers, numbers and lists: what each stage found, so that it finds
+the same when it runs again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import names
 from lowtide.runtime.split import Split
 
@@ -69,7 +71,7 @@ class _Place:
 
 
 class RecordedState:
-    """The buffers of a model, and the plain attributes of its modules, in the course of one forward.
+    """The buffers of a model, and the plain attributes and lists of its modules, in the course of one forward.
 
     A stage may change those of its units, those of modules that lie around units, and buffers that the code of such a
     module names; after a stage these buffers are compared with what they held before.
@@ -88,10 +90,10 @@ class RecordedState:
         own = [{id(inner) for unit in stage for inner in unit.modules()} for stage in units]
         inside = set().union(*own)
         around = [module for module in model.modules() if id(module) not in inside]
-        self._attributes = [
-            StageAttributes([*(inner for unit in stage for inner in unit.modules()), *around]) for stage in units
-        ]
-        self._values: dict[int, list[Any]] = {}  # of these attributes, when a stage began
+        modules = [[*(inner for unit in stage for inner in unit.modules()), *around] for stage in units]
+        self._attributes = [StageAttributes(each) for each in modules]
+        self._lists = [StageLists(each) for each in modules]
+        self._values: dict[int, tuple[list[Any], Sequence[Found | None]]] = {}  # of both, when a stage began
         named = {name for name in {key[1] for key in places} if any(names(module, name) for module in around)}
         self._own = [[place for key, place in places.items() if key[0] in modules] for modules in own]
         self._others = [place for key, place in places.items() if key[0] not in inside or key[1] in named]
@@ -108,7 +110,7 @@ class RecordedState:
 
     def begin(self, k: int) -> None:
         """Stage k begins in the recorded forward."""
-        self._values[k] = self._attributes[k - 1].before()
+        self._values[k] = self._attributes[k - 1].before(), self._lists[k - 1].before()
 
     def end(self, k: int) -> None:
         """Stage k has run in the recorded forward."""
@@ -120,5 +122,7 @@ class RecordedState:
         for place in (*self._own[k - 1], *self._others):
             if place.changes:
                 place.put_back(k)
-        for table, name, value in self._attributes[k - 1].changed_since(self._values[k]):
+        attributes, lists = self._values[k]
+        for table, name, value in self._attributes[k - 1].changed_since(attributes):
             table[name] = value
+        self._lists[k - 1].put_back(lists)

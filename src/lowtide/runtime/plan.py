@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -90,6 +91,9 @@ class Part:
         return signature.fits_within(self.signature) and not self.execution.has_variants
 
 
+_dtype = attrgetter("dtype")
+_FIT_AGAIN = "detach the plan (plan.detach()) and fit again"
+
 Handler = Callable[..., Any]
 Replan = Callable[[tuple[Any, ...], dict[str, Any], Handler], Part]
 
@@ -127,6 +131,7 @@ class Plan:
         self._part = make(self._call)
         self._others: OrderedDict[Signature, Part] = OrderedDict()
         self._parameters = list(model.parameters())
+        self._dtypes = list(map(_dtype, self._parameters))
         self._part.execution.install()
         self._attached = True
 
@@ -289,10 +294,25 @@ class Plan:
             )
         if self._watch is not None:
             self._watch(self, self._part.execution.machine.counters.num_steps)
+        self._check_parameters()
         self._choose_part(args, kwargs)
         part = self._part
         checked = part.checked is None or part.checked == self._signature_of(args, kwargs)
         return part.execution.call(plain, args, kwargs, with_variants=checked)
+
+    def _check_parameters(self) -> None:
+        """Refuse a model that was moved, or whose parameters have other types: nothing measured holds for it."""
+        device = self._part.execution.machine.device
+        if self._parameters and self._parameters[0].device != device:
+            raise PlanError(
+                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {_FIT_AGAIN}"
+            )
+        now = list(map(_dtype, self._parameters))
+        if now == self._dtypes:
+            return
+        names = [name for name, _ in self.model.named_parameters()]
+        name, then, dtype = next(entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2])
+        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {_FIT_AGAIN}")
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call; one that trains no more than was planned for counts as that."""
