@@ -336,6 +336,24 @@ def test_a_bolder_schedule_that_runs_out_of_memory_leaves_the_one_that_was_seen_
         assert_equal(train(model, inputs), train(deep(), inputs))
 
 
+def test_several_schedules_that_take_a_little_more_than_the_budget_do_not_make_it_too_small(monkeypatch):
+    budget, real = budget_of(1.3), planning._tried
+    tried = []
+
+    def a_little_more(model, sample, planned, settings, **more):
+        tried.append(planned.solution.schedule.operations)
+        found = real(model, sample, planned, settings, **more)
+        return dataclasses.replace(found, peak_bytes=budget + budget // 100) if len(tried) <= 4 else found
+
+    monkeypatch.setattr(planning, "_tried", a_little_more)
+    model, inputs = deep(), batches(SHAPE, 3)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+        assert plan.stats().measured_peak_bytes <= budget
+        assert plan.stats().predicted_peak_bytes <= budget
+        assert_equal(train(model, inputs), train(deep(), inputs))
+    assert len(tried) >= 5
+
+
 def test_a_device_without_memory_is_said_to_be_so(monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError("the device is full")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import CaptureError, Chain, zoo
 from lowtide.runtime.measure import capture_and_measure, measure
-from lowtide.runtime.measure_figures import stage_overhead
+from lowtide.runtime.measure_overhead import stage_overhead
 from lowtide.runtime.measure_stages import StagedModel
 from lowtide.runtime.measure_time import Timing, paced
 from lowtide.runtime.measure_weights import OPTIMIZER_KINDS, optimizer_state_bytes

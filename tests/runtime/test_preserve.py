@@ -94,9 +94,11 @@ def test_a_model_with_parametrizations_is_let_go():
 
 
 def test_parameters_that_are_trained_later_are_planned_for():
+    with Meter("cpu") as others:  # a budget counts what other tests have left, too
+        pass
     model, x = deep(12), batches((4096, SHAPE[1]), 1)[0]
     model[:8].requires_grad_(False)
-    budget = 8 * 2**20
+    budget = 8 * 2**20 + others.start_bytes
 
     def peak_bytes() -> int:
         with Meter("cpu") as meter:
