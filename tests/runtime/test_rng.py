@@ -68,6 +68,33 @@ def test_planning_for_a_model_with_generators_of_every_kind():
         assert plan.stats().recomputed_per_step > 0
 
 
+class LeavesNoTrace(nn.Module):
+    """Draws, and puts the generator back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            noise = torch.rand_like(x)
+        return torch.tanh(self.linear(x) * noise)
+
+
+def test_a_submodule_that_draws_and_puts_the_generator_back():
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*(LeavesNoTrace() for _ in range(4)))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean() * torch.rand(())  # moves the generator between forward and backward
+
+    inputs, model = [torch.randn(8, 16) for _ in range(3)], make()
+    with lowtide.attach(model, recomputing(4)) as plan:
+        assert_equal(train(model, inputs, loss=loss), train(make(), inputs, loss=loss))
+        assert plan.stats().recomputed_per_step > 0
+
+
 class SetsGenerators(nn.Module):
     """Its own code, between its submodules, sets generators or hands them on."""
 

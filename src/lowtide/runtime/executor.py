@@ -334,6 +334,7 @@ class Step:
     def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
         run = self.runs[k]
         assert run.tape is not None
+        assert run.random is not None
         buffers = self.machine.buffers_of(k)
         earlier = buffers.earlier(run.snapshot, self.copies, partial(_storages_read, run.tape, inputs))
         if earlier:

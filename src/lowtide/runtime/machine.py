@@ -180,17 +180,19 @@ class Machine:
         """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
         return GeneratorWatch(self.generators) if k in self._setting or k not in self._draws_others else None
 
-    def drawn(self, k: int, before: State, now: State, *, sets_generators: bool) -> State | None:
-        """The state from which stage k drew until now, None where it drew nothing and set none."""
+    def found(self, k: int, before: State, *, sets_generators: bool) -> State:
+        """The state from which stage k starts when it runs again.
+
+        Also where the generators are afterwards as they were before: a submodule that draws may put them back itself.
+        """
         if sets_generators:
             self._setting.add(k)
             self._draws_others[k] = True
-            return before
-        if before.others is not None:
+        elif before.others is not None:
             self._draws_others[k] = self.generators.others_drawn_since(before)
             if not self._draws_others[k]:
                 before.others = None
-        return before if self.generators.drawn_between(before, now) else None
+        return before
 
     # Threads
 

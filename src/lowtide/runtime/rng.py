@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from ctypes import string_at
 from typing import Any
 
@@ -67,12 +67,9 @@ class Generators:
             now["state"]["pos"] != of_numpy["state"]["pos"] or (now["state"]["key"] != of_numpy["state"]["key"]).any()
         )
 
-    def replayed(self, state: State | None) -> AbstractContextManager[None]:
-        """Run the block with the generators as in `state`, and leave them as they are; None: nothing is drawn."""
-        return nullcontext() if state is None else self._replayed(state)
-
     @contextmanager
-    def _replayed(self, state: State) -> Iterator[None]:
+    def replayed(self, state: State) -> Iterator[None]:
+        """Run the block with the generators as in `state`, and leave them as they are."""
         now = self.state(everything=state.others is not None)
         self.set(state)
         try:
@@ -92,13 +89,16 @@ class Generators:
 class State:
     """The states of all generators at one moment."""
 
-    __slots__ = ("contents", "of_torch", "others")
+    __slots__ = ("of_torch", "others")
 
     def __init__(self, of_torch: list[torch.Tensor], others: tuple[Any, Any] | None) -> None:
         self.of_torch = of_torch
-        # States are compared after every stage; as bytes that takes a twentieth of the time of `torch.equal`.
-        self.contents = [string_at(state.data_ptr(), state.nbytes) for state in of_torch]
         self.others = others
+
+    @property
+    def contents(self) -> list[bytes]:
+        """Those of torch as bytes, which are compared in a twentieth of the time of `torch.equal`."""
+        return [string_at(state.data_ptr(), state.nbytes) for state in self.of_torch]
 
 
 class GeneratorWatch:
