@@ -157,9 +157,11 @@ class ReplacingUnit(nn.Module):
 
 
 class CalledTwice(nn.Module):
+    unit_kind: type[nn.Module] = ReplacingUnit
+
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.unit = bodies(), ReplacingUnit()
+        self.body, self.unit = bodies(), self.unit_kind()
 
     def forward(self, x):
         x = self.unit(self.body[1](self.body[0](x)))
@@ -206,19 +208,9 @@ class Viewing(nn.Module):
         return self.body[3](x)
 
 
-class Growing(nn.Module):
+class GrowingUnit(nn.Module):
     """Keeps what it has seen in a buffer that grows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.unit = bodies(), GrowingUnit()
-
-    def forward(self, x):
-        x = self.unit(self.body[1](self.body[0](x)))
-        return self.body[3](self.unit(self.body[2](x)))
-
-
-class GrowingUnit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -228,6 +220,10 @@ class GrowingUnit(nn.Module):
         y = torch.tanh(self.linear(x) + self.seen.mean(0))
         self.seen = torch.cat([self.seen, y.detach().mean(0, keepdim=True)])
         return y
+
+
+class Growing(CalledTwice):
+    unit_kind = GrowingUnit
 
 
 MODELS = [Averaging, Queued, Counting, Quantized, Replacing, OtherData, CalledTwice, Banked, Viewing, Growing]

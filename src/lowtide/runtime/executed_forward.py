@@ -101,7 +101,7 @@ class ExecutedForward(StagedForward):
         if self._before is not None:
             self._random = self.machine.generators.state(everything=False)
             sets_generators = self.tape is not None and self.tape.sets_generators
-            run.random = self.machine.found(k, self._before, sets_generators=sets_generators)
+            run.random = self.machine.random_start(k, self._before, sets_generators=sets_generators)
             run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
         run.snapshot = self._snapshot
         buffers = self.machine.buffers_of(k)

@@ -180,7 +180,7 @@ class Machine:
         """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
         return GeneratorWatch(self.generators) if k in self._setting or k not in self._draws_others else None
 
-    def found(self, k: int, before: State, *, sets_generators: bool) -> State:
+    def random_start(self, k: int, before: State, *, sets_generators: bool) -> State:
         """The state from which stage k starts when it runs again.
 
         Also where the generators are afterwards as they were before: a submodule that draws may put them back itself.
