@@ -8,9 +8,9 @@ from pathlib import Path
 from papers.pofo.conclusions import Finding
 from papers.pofo.experiment import ALGORITHMS, Point
 
-_STYLES = {"rotor": "C1-^", "offload": "C3-v", "opportunist": "C4-d", "autocapper": "C2-s", "pofo": "C0-o"}
+STYLES = {"rotor": "C1-^", "offload": "C3-v", "opportunist": "C4-d", "autocapper": "C2-s", "pofo": "C0-o"}
 # Overheads above this are cut off: offloading alone at little memory would hide the rest.
-_HIGHEST = 1.0
+HIGHEST = 1.0
 
 
 def draw(path: Path, points: Sequence[Point], figure: int, title: str) -> None:
@@ -35,10 +35,10 @@ def draw(path: Path, points: Sequence[Point], figure: int, title: str) -> None:
         for name in ALGORITHMS:
             times = [None if (found := point.overhead(name)) is None else 1 + found for point in shown]
             panel.plot(
-                places, [float("nan") if t is None else t for t in times], _STYLES[name], label=name, markersize=4
+                places, [float("nan") if t is None else t for t in times], STYLES[name], label=name, markersize=4
             )
         panel.set(title=network, xlabel="memory ratio α" if figure == 2 else "bandwidth (GB/s)")
-        panel.set_ylim(0.98, min(1 + _HIGHEST, max(1.1, panel.get_ylim()[1])))
+        panel.set_ylim(0.98, min(1 + HIGHEST, max(1.1, panel.get_ylim()[1])))
         panel.grid(visible=True, alpha=0.3)
     panels[0][0].set_ylabel("time / plain training")
     panels[0][0].legend(fontsize="small")

@@ -158,12 +158,17 @@ def memory_range(chain: lowtide.Chain) -> tuple[int, int]:
     return 0, high
 
 
+def slots_of(strategy: str, slots: int) -> int | None:
+    """The slots that a strategy is given; None: its own default, for those that cut memory only to recompute."""
+    return slots if strategy in ("offload", "pofo") else None
+
+
 def _solved(
     chain: lowtide.Chain, strategy: str, memory_budget: int, bandwidth: int, slots: int
 ) -> lowtide.Solution | None:
-    given = {"slots": slots} if strategy in ("offload", "pofo") else {}
+    given = slots_of(strategy, slots)
     try:
-        return lowtide.solve(chain, memory_budget=memory_budget, strategy=strategy, bandwidth=bandwidth, **given)
+        return lowtide.solve(chain, memory_budget=memory_budget, strategy=strategy, bandwidth=bandwidth, slots=given)
     except lowtide.InfeasibleBudgetError:
         return None
 

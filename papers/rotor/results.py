@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import bytes_cell, heading, panels, seconds_cell, table
+
+from papers import execution
+from papers.execution import errors, mean, networks_of, percent
 
 # Real peaks of schedules within the same budget differ by what the allocator rounds: so much is the same memory.
 SAME_MEMORY = 0.005
@@ -17,38 +19,10 @@ PAPER = {"gain_over_best_segments": 0.172, "time_error": 0.078, "peak_error": 0.
 
 
 @dataclass
-class Point:
-    """One schedule of one network, run."""
+class Point(execution.Point):
+    """One schedule of one network, run: plain training, `segments`, `revolve` or `rotor`."""
 
-    network: str
-    strategy: str
-    """`"plain"`, `"segments"`, `"revolve"` or `"rotor"`."""
-    batch_size: int
-    budget_bytes: int | None = None
     num_segments: int | None = None
-    seconds: float | None = None
-    peak_bytes: int | None = None
-    predicted_seconds: float | None = None
-    predicted_peak_bytes: int | None = None
-    num_recomputed: int | None = None
-    num_stages: int | None = None
-    note: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it was run."""
-        return self.seconds is not None and self.peak_bytes is not None
-
-    @property
-    def throughput(self) -> float:
-        """Pictures a second."""
-        assert self.seconds is not None
-        return self.batch_size / self.seconds
-
-
-def networks_of(points: Sequence[Point]) -> list[str]:
-    """In the order in which they came."""
-    return list(dict.fromkeys(point.network for point in points))
 
 
 def gain(points: Sequence[Point]) -> float | None:
@@ -90,26 +64,13 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
         for value in [gain_over(segments, [p for p in points if p.network == segments.network])]
         if value is not None
     ]
-    measured = [p for p in points if p.is_measured and p.strategy != "plain"]
-    time_errors = [abs((p.predicted_seconds or 0) / p.seconds - 1) for p in measured if p.seconds]
-    peak_errors = [abs((p.predicted_peak_bytes or 0) / p.peak_bytes - 1) for p in measured if p.peak_bytes]
     return {
         "paper": PAPER,
         "gains": gains,
-        "gain_over_best_segments": _mean(known),
-        "gain_over_every_segments": _mean(every),
-        "time_error": _mean(time_errors),
-        "peak_error": _mean(peak_errors),
-        "num_schedules": len(measured),
+        "gain_over_best_segments": mean(known),
+        "gain_over_every_segments": mean(every),
+        **errors(points),
     }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
 
 
 def report_lines(facts: dict[str, Any], points: Sequence[Point], notes: Sequence[str]) -> list[str]:
@@ -125,12 +86,12 @@ def report_lines(facts: dict[str, Any], points: Sequence[Point], notes: Sequence
         ["mean error of predicted time", "time_error"],
         ["mean error of predicted peak", "peak_error"],
     ]
-    cells = [[text, _percent(PAPER.get(key)), _percent(found[key])] for text, key in rows]
+    cells = [[text, percent(PAPER.get(key)), percent(found[key])] for text, key in rows]
     lines += [*table(["", "paper (V100)", "here"], cells), ""]
     lines += [f"{found['num_schedules']} schedules of {len(networks_of(points))} networks were run.", ""]
     for name in networks_of(points):
         own = [point for point in points if point.network == name]
-        lines += [f"## {name}", "", f"Gain over the fastest `segments`: {_percent(found['gains'][name])}.", ""]
+        lines += [f"## {name}", "", f"Gain over the fastest `segments`: {percent(found['gains'][name])}.", ""]
         lines += [*_point_lines(own), ""]
     return [*lines, *(f"- {note}" for note in notes)]
 
