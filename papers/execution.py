@@ -52,6 +52,11 @@ class Point:
         return self.seconds is not None and self.peak_bytes is not None
 
     @property
+    def label(self) -> str:
+        """What tells it from the others of its network, for people."""
+        return self.strategy
+
+    @property
     def throughput(self) -> float:
         """Pictures a second."""
         assert self.seconds is not None
@@ -87,7 +92,7 @@ def errors(points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-class Network:
+class Network(Generic[P]):
     """One network, image and batch size: a chain that was measured once, and schedules that are run.
 
     Args:
@@ -107,7 +112,7 @@ class Network:
             self.model, self.batch = zoo.make(name, device=str(device), image=image, batch=batch)
         self.split: Split
         self.split, self.chain = capture_and_measure(self.model, self.batch, name=self.title)
-        self._run_before: dict[Any, Point] = {}
+        self._run_before: dict[Any, P] = {}
 
     def solved(self, strategy: str, budget: int, **settings: Any) -> lowtide.Solution:
         """A strategy's schedule for a budget, found as `fit` does and simulated on the chain as it was measured.
@@ -119,7 +124,7 @@ class Network:
         counted = with_reruns_counted(self.chain)
         return lowtide.solve(counted, memory_budget=budget, strategy=strategy, **settings).on(self.chain)
 
-    def run_plain(self, point: Point) -> None:
+    def run_plain(self, point: P) -> None:
         """Plain training, into a point; without figures where it does not fit."""
         _predict(point, lowtide.solve(self.chain, memory_budget="1000TiB", strategy="store-all"))
         point.num_stages = self.chain.num_stages
@@ -128,10 +133,10 @@ class Network:
         except torch.OutOfMemoryError as error:
             point.note = harness.reason(error)
 
-    def run(self, point: Point, solution: lowtide.Solution) -> None:
+    def run(self, point: P, solution: lowtide.Solution) -> None:
         """A schedule, into a point: what was predicted and what was measured; equal schedules are run once."""
         _predict(point, solution)
-        known = self._run_before.get(solution.schedule.operations)
+        known = self.known(solution)
         if known is not None:  # the same schedule for another budget or another name
             point.seconds, point.peak_bytes, point.note = known.seconds, known.peak_bytes, known.note
             return
@@ -143,9 +148,9 @@ class Network:
         harness.release(self.device)
         self._run_before[solution.schedule.operations] = point
 
-    def has_run(self, solution: lowtide.Solution) -> bool:
-        """Whether an equal schedule was run before."""
-        return solution.schedule.operations in self._run_before
+    def known(self, solution: lowtide.Solution) -> P | None:
+        """The point with which an equal schedule was run before."""
+        return self._run_before.get(solution.schedule.operations)
 
     def _time(self, point: Point) -> None:
         timed = harness.time_steps(harness.training_step(self.model, self.model, self.batch), self.device)
@@ -225,7 +230,7 @@ class Run(harness.Run, Generic[P]):
         seconds, predicted = map(harness.seconds_cell, (point.seconds, point.predicted_seconds))
         peak, expected = map(harness.bytes_cell, (point.peak_bytes, point.predicted_peak_bytes))
         print(
-            f"{self.clock.elapsed_seconds:6.0f} s  {point.network:<28} {point.strategy:<11} {seconds:>10} (predicted "
+            f"{self.clock.elapsed_seconds:6.0f} s  {point.network:<28} {point.label:<18} {seconds:>10} (predicted "
             f"{predicted:>10}) {peak:>11} (predicted {expected:>11}) {point.note}",
             flush=True,
         )

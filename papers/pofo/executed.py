@@ -4,7 +4,7 @@
     python -m papers.pofo.executed --device cuda --only resnet101 --alphas 0.1 0.3
     python -m papers.pofo.executed --device cuda --resume DIR/pofo-executed-h200.json --output DIR    # go on with a run
     python -m papers.pofo.executed --draw DIR/pofo-executed-h200.json         # table and picture again, no measuring
-    python -m papers.pofo.executed --tiny                                     # half a minute on any CPU
+    python -m papers.pofo.executed --tiny                                     # a minute on any CPU
 
 For each network: its chain is measured once, and the link to the host; plain training is run; then, for each memory
 ratio α of the paper, the schedules of rotor, pofo, autocapper, opportunist and offload for one and the same budget.
@@ -37,7 +37,7 @@ PAPER = Paper("pofo-executed", Path(__file__).parent / "results", Point, summary
 SETTINGS = [
     (name, 500, 16) for name in ("resnet101", "resnet50", "inception_v3", "resnet152", "densenet121", "resnet200")
 ]
-TINY = [("resnet18", 64, 2)]
+TINY = [("resnet18", 128, 4)]
 
 # The most telling first.
 ALPHAS = (0.5, 0.2, 0.75)
@@ -54,7 +54,7 @@ class Experiment:
 
     def __init__(self, run: Run[Point], name: str, image: int, batch: int) -> None:
         self.run = run
-        self.network = Network(name, image, batch, run.device)
+        self.network: Network[Point] = Network(name, image, batch, run.device)
         self.low, self.high = memory_range(self.network.chain)
         self.bandwidth = measured_bandwidth(run.device) if run.device.type == "cuda" else CPU_BANDWIDTH
         self.plain = self._point("plain")
@@ -81,13 +81,18 @@ class Experiment:
             self._add(point)
             return True
         point.moved_bytes, point.solve_seconds = solution.trace.moved_bytes, solution.solve_seconds
-        pinned_bytes = host_bytes(self.network.chain, solution.schedule)
-        guess = GUESS_SECONDS + pinned_bytes / PINNED_BYTES_PER_SECOND
-        if not self.network.has_run(solution) and not self.run.allows(guess):
+        known = self.network.known(solution)
+        if known is not None:
+            point.same_as = known.label
+        elif not self.run.allows(self._guess_seconds(solution)):
             return False
         self.network.run(point, solution)
         self._add(point)
         return True
+
+    def _guess_seconds(self, solution: lowtide.Solution) -> float:
+        """What a run takes on a GPU: steps, and pinning the memory that values are moved to."""
+        return GUESS_SECONDS + host_bytes(self.network.chain, solution.schedule) / PINNED_BYTES_PER_SECOND
 
     def _point(self, strategy: str, alpha: float | None = None, budget: int | None = None) -> Point:
         point = Point(self.network.title, strategy, self.network.batch_size, budget, alpha=alpha)

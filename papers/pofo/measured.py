@@ -33,6 +33,13 @@ class Point(execution.Point):
     predicted_plain_seconds: float | None = None
     moved_bytes: int | None = None
     solve_seconds: float | None = None
+    same_as: str = ""
+    """The point whose schedule is equal: that one was run."""
+
+    @property
+    def label(self) -> str:
+        """The algorithm and the memory ratio."""
+        return self.strategy if self.alpha is None else f"{self.strategy}, α {self.alpha:g}"
 
     @property
     def overhead(self) -> float | None:
@@ -68,6 +75,7 @@ def summary(points: Sequence[Point]) -> dict[str, Any]:
     return {
         "paper": PAPER,
         **errors(points),
+        "num_different": sum(p.is_measured and p.alpha is not None and not p.same_as for p in points),
         "by_algorithm": {
             name: {**errors(own), "within_budget": within_budget(own)}
             for name in found
@@ -89,7 +97,7 @@ def within_budget(points: Sequence[Point]) -> dict[str, Any]:
         "num_schedules": len(known),
         "largest_excess": worst and worst.excess,
         "largest_excess_bytes": worst and (worst.peak_bytes or 0) - (worst.budget_bytes or 0),
-        "largest_excess_at": worst and f"{worst.network}, α {worst.alpha:g}, {worst.strategy}",
+        "largest_excess_at": worst and f"{worst.network}: {worst.label}",
     }
 
 
@@ -147,7 +155,8 @@ def report_lines(facts: dict[str, Any], points: Sequence[Point], notes: Sequence
     if links:
         lines += [f"The link to the host: {' and '.join(f'{link:.1f}' for link in links)} GB/s each way.", ""]
     lines += [
-        f"{found['num_schedules']} schedules were run, of {len(networks_of(points))} networks. Predictions:",
+        f"{found['num_different']} different schedules were run, for {found['num_schedules']} points of "
+        f"{len(networks_of(points))} networks.",
         "",
         *_accuracy_lines(found),
         "",
@@ -180,7 +189,7 @@ def _accuracy_lines(found: dict[str, Any]) -> list[str]:
             "" if share is None else f"{share:.2%} ({bytes_cell(num_bytes)})",
         ]
 
-    columns = ["", "schedules", "mean error of time", "of peak", "peak within budget", "most above it"]
+    columns = ["", "points", "mean error of time", "of peak", "peak within budget", "most above it"]
     rows = [cells(f"`{name}`", own) for name, own in found["by_algorithm"].items()]
     return table(columns, [*rows, cells("all", found)])
 
@@ -221,7 +230,7 @@ def _point_lines(points: Sequence[Point]) -> list[str]:
             bytes_cell(point.predicted_peak_bytes),
             excess,
             bytes_cell(point.moved_bytes) if point.moved_bytes is not None else "",
-            point.note,
+            point.note or (point.same_as and f"same schedule as {point.same_as}"),
         ]
 
     columns = ["", "α", "budget", "step", "predicted", "overhead", "predicted", "peak", "predicted", "above budget"]

@@ -66,7 +66,7 @@ class Experiment:
 
     def __init__(self, run: Run[Point], name: str, image: int, batch: int) -> None:
         self.run = run
-        self.network = Network(name, image, batch, run.device)
+        self.network: Network[Point] = Network(name, image, batch, run.device)
 
     def plain(self) -> Point:
         """Plain training."""

@@ -11,6 +11,7 @@ COMMANDS = {
     "benchmarks.peers": [],
     "benchmarks.scale": [],
     "benchmarks.variants": [],
+    "papers.pofo.executed": [],
     "papers.rotor.__main__": [],
     "papers.selection.__main__": [],
     "benchmarks.measuring": ["--output", "results"],

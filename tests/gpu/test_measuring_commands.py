@@ -18,6 +18,7 @@ pytestmark = [
     [
         ("benchmarks.peers", ["--only", "gpt"], "rows"),
         ("benchmarks.peers", ["--only", "gpt", "--largest-batch", "--limits", "64MiB"], "largest_batches"),
+        ("papers.pofo.executed", ["--alphas", "0.5"], "points"),
         ("papers.rotor.__main__", ["--budgets", "2", "--segments", "2"], "points"),
         ("papers.selection.__main__", [], "rows"),
         ("benchmarks.scale", [], "rows"),
