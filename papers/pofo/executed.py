@@ -75,7 +75,7 @@ class Experiment:
         point = self._point(algorithm, alpha, budget)
         try:
             slots = slots_of(algorithm, FINE.slots)
-            solution = self.network.solved(algorithm, budget, bandwidth=self.bandwidth, slots=slots)
+            solution = self.network.solved_for_link(algorithm, budget, bandwidth=self.bandwidth, slots=slots)
         except lowtide.InfeasibleBudgetError as error:
             point.note = f"no schedule below {format_bytes(error.minimum_bytes)}"
             self._add(point)

@@ -20,7 +20,7 @@ from lowtide.solve import Solution, solve
 # an H200, side by side, within 80, 60 and 40 % of plain training's memory: without it 40, 66 and 111 repeated stages in
 # 84, 95 and 84 ms, with it 18, 38 and 72 in 67, 70 and 75 ms; 62 to 70 ms were simulated for both. ResNets, whose
 # kernels are long, do not notice. Beyond 200 us nothing more is left out.
-_RERUN_SECONDS = 50e-6
+RERUN_SECONDS = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ def with_reruns_counted(chain: Chain) -> Chain:
     stages = (
         dataclasses.replace(
             stage,
-            forward_seconds=stage.forward_seconds + _RERUN_SECONDS,
-            rerun_seconds=stage.rerun_seconds + _RERUN_SECONDS,
+            forward_seconds=stage.forward_seconds + RERUN_SECONDS,
+            rerun_seconds=stage.rerun_seconds + RERUN_SECONDS,
             variants=tuple(
-                dataclasses.replace(each, forward_seconds=each.forward_seconds + _RERUN_SECONDS)
+                dataclasses.replace(each, forward_seconds=each.forward_seconds + RERUN_SECONDS)
                 for each in stage.variants
             ),
         )
