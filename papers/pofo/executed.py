@@ -8,7 +8,7 @@
 
 For each network: its chain is measured once, and the link to the host; plain training is run; then, for each memory
 ratio α of the paper, the schedules of rotor, pofo, autocapper, opportunist and offload for one and the same budget.
-Every schedule is timed in some real steps, and its real peak taken.
+Every schedule is timed in some real steps, and its real peak taken. How they are solved: `Network.solved_for_link`.
 
 Writes pofo-executed-MACHINE.json and .md after every point, so that a run that is cut leaves whatever it had, and the
 picture at the end. `--resume` leaves out each network and α of which all algorithms are there; it runs the others anew.
