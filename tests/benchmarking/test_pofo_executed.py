@@ -118,10 +118,18 @@ def test_a_memory_ratio_without_all_algorithms_is_run_anew():
     assert command.without_parts([plain(), *all_of_them, *some, *other]) == [plain(), *all_of_them]
 
 
+@pytest.fixture(scope="module")
+def split_and_chain():
+    """Of the least network, measured once for all tests."""
+    network = execution.Network("resnet18", 64, 2, torch.device("cpu"))
+    return network.split, network.chain
+
+
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch, split_and_chain):
     """The least network, whose steps are not run: each takes a second in a peak of a gigabyte."""
     monkeypatch.setattr(command, "TINY", [("resnet18", 64, 2)])
+    monkeypatch.setattr(execution, "capture_and_measure", lambda *_, **__: split_and_chain)
     calls: list[int] = []
 
     def time_steps(step, device):
@@ -136,7 +144,6 @@ def written(folder) -> dict:
     return json.loads((folder / "pofo-executed-tiny-cpu.json").read_text())
 
 
-@pytest.mark.slow
 def test_a_cut_run_leaves_every_point_until_then_and_can_be_gone_on_with(tmp_path, monkeypatch, small):
     seen: list[int] = []
 
