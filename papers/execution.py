@@ -22,7 +22,7 @@ from torch import nn
 import lowtide
 from lowtide import zoo
 from lowtide.runtime.measure import capture_and_measure
-from lowtide.runtime.solving import RERUN_SECONDS, with_reruns_counted
+from lowtide.runtime.solving import solved_for_executor
 from lowtide.runtime.split import Split
 
 # What a schedule takes on a GPU before it has been timed: attaching, warming up, some steps.
@@ -120,31 +120,7 @@ class Network(Generic[P]):
         Raises:
             InfeasibleBudgetError: where there is none.
         """
-        # what the executor takes for a repeated stage is in no chain
-        return self._solved_for(with_reruns_counted(self.chain), strategy, budget, **settings)
-
-    def solved_for_link(self, strategy: str, budget: int, **settings: Any) -> lowtide.Solution:
-        """The same where values may move: the better of two schedules, with the repeated stages of both counted.
-
-        The chain with reruns counted takes longer for first forwards, too. That is no matter for recomputation; but
-        copies that are hidden behind those forwards may not be behind real ones (DenseNet-121 on an H200, α = 0.5:
-        pofo's schedule for the counted chain is simulated to wait 8.8 ms, that for the measured one not at all).
-
-        Raises:
-            InfeasibleBudgetError: where there is neither.
-        """
-        found, refused = [], []
-        for chain in (with_reruns_counted(self.chain), self.chain):
-            try:
-                found.append(self._solved_for(chain, strategy, budget, **settings))
-            except lowtide.InfeasibleBudgetError as error:  # what opportunist needs depends on times
-                refused.append(error)
-        if not found:
-            raise min(refused, key=lambda error: error.minimum_bytes)
-        return min(found, key=lambda way: way.seconds + RERUN_SECONDS * way.trace.num_recomputed)
-
-    def _solved_for(self, chain: lowtide.Chain, strategy: str, budget: int, **settings: Any) -> lowtide.Solution:
-        return lowtide.solve(chain, memory_budget=budget, strategy=strategy, **settings).on(self.chain)
+        return solved_for_executor(self.chain, memory_budget=budget, strategy=strategy, **settings)
 
     def run_plain(self, point: P) -> None:
         """Plain training, into a point; without figures where it does not fit."""

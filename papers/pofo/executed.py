@@ -8,7 +8,7 @@
 
 For each network: its chain is measured once, and the link to the host; plain training is run; then, for each memory
 ratio α of the paper, the schedules of rotor, pofo, autocapper, opportunist and offload for one and the same budget.
-Every schedule is timed in some real steps, and its real peak taken. How they are solved: `Network.solved_for_link`.
+Every schedule is chosen as `fit` chooses, timed in some real steps, and its real peak taken.
 
 Writes pofo-executed-MACHINE.json and .md after every point, so that a run that is cut leaves whatever it had, and the
 picture at the end. `--resume` leaves out each network and α of which all algorithms are there; it runs the others anew.
@@ -75,7 +75,7 @@ class Experiment:
         point = self._point(algorithm, alpha, budget)
         try:
             slots = slots_of(algorithm, FINE.slots)
-            solution = self.network.solved_for_link(algorithm, budget, bandwidth=self.bandwidth, slots=slots)
+            solution = self.network.solved(algorithm, budget, bandwidth=self.bandwidth, slots=slots)
         except lowtide.InfeasibleBudgetError as error:
             point.note = f"no schedule below {format_bytes(error.minimum_bytes)}"
             self._add(point)

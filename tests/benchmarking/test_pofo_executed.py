@@ -210,38 +210,6 @@ def test_equal_schedules_are_run_once(small):
     assert len(small) == 2
 
 
-@pytest.fixture
-def measured_before():
-    """A network of which only the chain is there."""
-    network = execution.Network.__new__(execution.Network)
-    network.chain = lowtide.Chain.from_dict(json.loads(EXAMPLE.read_text()))
-    return network
-
-
-def test_copies_are_planned_for_the_times_that_were_measured_where_that_is_better(measured_before):
-    low, high = memory_range(measured_before.chain)
-    budget, given = (low + high) // 2, {"strategy": "pofo", "bandwidth": 55 * 10**9, "slots": 50}
-    counted = measured_before.solved(budget=budget, **given)
-    as_measured = lowtide.solve(measured_before.chain, memory_budget=budget, **given)
-    assert counted.idle_seconds > as_measured.idle_seconds + 5e-4  # copies that longer forwards would have hidden
-    best = measured_before.solved_for_link(budget=budget, **given)
-    assert best.seconds == as_measured.seconds < counted.seconds
-
-
-def test_one_way_of_counting_is_enough_for_a_schedule(measured_before, monkeypatch):
-    def solved_for(network, chain, strategy, budget, **settings):
-        if chain is not network.chain:
-            raise lowtide.InfeasibleBudgetError("too little", minimum_bytes=2 * budget)
-        return lowtide.solve(chain, memory_budget=budget, strategy=strategy)
-
-    low, _ = memory_range(measured_before.chain)
-    monkeypatch.setattr(execution.Network, "_solved_for", solved_for)
-    assert measured_before.solved_for_link("rotor", low).peak_bytes <= low
-    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
-        measured_before.solved_for_link("rotor", low - 1)
-    assert refused.value.minimum_bytes == low  # the lesser of the two
-
-
 @pytest.mark.slow
 def test_a_run_in_small_and_what_it_writes(tmp_path):
     command.main(["--tiny", "--device", "cpu", "--output", str(tmp_path), "--alphas", "0.5"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +14,14 @@ from hypothesis import strategies as st
 import lowtide
 from lowtide import Chain, Stage
 from lowtide.chain import Variant
-from lowtide.runtime.solving import Settings, solution_for, with_reruns_counted
+from lowtide.runtime import solving
+from lowtide.runtime.solving import Settings, solution_for, solved_for_executor, with_reruns_counted
 from lowtide.simulate import simulate
+from lowtide.trace import Trace
 
 EXTRA = 50e-6  # as the module has it
+LINK = 55 * 10**9
+CHAINS = Path(__file__).parents[2] / "examples" / "chains" / "h200"
 
 
 def asked(budget: int, strategy: str = "rotor") -> Settings:
@@ -61,6 +68,63 @@ def test_every_forward_counts_alike() -> None:
     assert counted.variants[0].forward_seconds == pytest.approx(2e-3 + EXTRA)
     rest = dataclasses.replace(counted, forward_seconds=1e-3, rerun_seconds=0.5e-3, variants=ways)
     assert rest == stage
+
+
+def in_the_middle(chain: Chain) -> int:
+    """A budget halfway between the least for recomputation and plain training's peak."""
+    most = lowtide.solve(chain, memory_budget="1000TiB", strategy="store-all").peak_bytes
+    return (least_for_recomputing(chain) + most) // 2
+
+
+def least_for_recomputing(chain: Chain) -> int:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        lowtide.solve(chain, memory_budget=0, strategy="rotor")
+    return refused.value.minimum_bytes
+
+
+@pytest.mark.parametrize("strategy", ["pofo", "auto"])
+def test_copies_are_planned_for_the_times_that_were_measured_where_that_is_better(strategy: str) -> None:
+    chain = Chain.from_dict(json.loads((CHAINS / "inception_v3-b16-500.json").read_text()))
+    budget = in_the_middle(chain)
+    given = {"memory_budget": budget, "strategy": strategy, "bandwidth": LINK}
+    counted = lowtide.solve(with_reruns_counted(chain), manage_weights=False, **given).on(chain)
+    as_measured = lowtide.solve(chain, manage_weights=False, **given)
+    assert counted.idle_seconds > as_measured.idle_seconds + 1e-4  # copies that longer forwards would have hidden
+    best = solution_for(chain, dataclasses.replace(asked(budget, strategy), bandwidth=LINK))
+    assert best.seconds == as_measured.seconds < counted.seconds
+    assert best.chain == chain
+
+
+def test_a_schedule_for_one_way_of_counting_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = a_rock_and_dust()
+    least = least_for_recomputing(chain)
+
+    def solve(given: Chain, **settings: Any) -> lowtide.Solution:
+        if given != chain:
+            raise lowtide.InfeasibleBudgetError("too little", minimum_bytes=2 * least)
+        return lowtide.solve(given, **settings)
+
+    monkeypatch.setattr(solving, "solve", solve)
+    given = {"strategy": "rotor", "bandwidth": LINK}
+    assert solved_for_executor(chain, memory_budget=least, **given).peak_bytes <= least
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        solved_for_executor(chain, memory_budget=least - 1, **given)
+    assert refused.value.minimum_bytes == least  # the lesser of the two
+
+
+def test_a_schedule_that_stays_within_the_budget_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = a_rock_and_dust()
+    most = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all").peak_bytes
+
+    def solve(given: Chain, *, memory_budget: int, **settings: Any) -> lowtide.Solution:
+        bold = given != chain  # as where copies end later than forwards that were counted longer let expect
+        return lowtide.solve(given, memory_budget=most if bold else memory_budget, **settings)
+
+    monkeypatch.setattr(solving, "solve", solve)
+    monkeypatch.setattr(Trace, "moved_bytes", 1)
+    assert (
+        solved_for_executor(chain, memory_budget=most - 190, strategy="rotor", bandwidth=LINK).peak_bytes <= most - 190
+    )
 
 
 @settings(max_examples=30, deadline=None)
