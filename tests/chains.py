@@ -26,7 +26,10 @@ SIZES: dict[str, Sizes] = {
 }
 
 # What else a chain can have; each changes the memory model somewhere.
-FEATURES = ("saved = output", "large extras", "weight gradients", "grads resident", "odd gradients", "variants", "base")
+FEATURES = (
+    "saved = output", "large extras", "weight gradients", "grads resident", "odd gradients", "variants", "base",
+    "lean saving",
+)  # fmt: skip
 # What the strategies of offloading pass over: they are valid with it, and not optimal.
 NESTED_FEATURES = (*FEATURES, "reruns")
 
@@ -120,11 +123,12 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         output,
         saved(),
         grad_bytes=rng.randint(0, 9) if "odd gradients" in features else None,
-        forward_extra_bytes=extra(),
+        forward_extra_bytes=(forward_extra := extra()),
         backward_extra_bytes=extra(),
         weight_bytes=weight,
         weight_grad_bytes=rng.choice((0, weight)),
         optimizer_bytes=rng.choice((0, weight)),
         variants=variants,
         rerun_seconds=rng.randint(0, forward) if "reruns" in features else None,
+        saving_extra_bytes=rng.randint(0, forward_extra) if "lean saving" in features else None,
     )

@@ -71,7 +71,7 @@ class Nested:
         made = chain.gradient_bytes(s - 1) + (0 if chain.grads_resident else stage.weight_grad_bytes)
         for v in range(stage.num_variants if self.variants else 1):
             way = stage.variant(v)
-            fits_forward = self._beside(t) + way.saved_bytes + way.forward_extra_bytes <= free
+            fits_forward = self._beside(t) + way.saved_bytes + way.saving_extra_bytes <= free
             fits_backward = self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes <= free
             if fits_forward and fits_backward and (s == t or self.saves_ahead):
                 inner = self.seconds_of(s + 1, t, free - way.saved_bytes) if s < t else 0.0
@@ -153,7 +153,7 @@ def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Oper
             for v in range(stage.num_variants):
                 way = stage.variant(v)
                 after = _State(_kept(state), _with(state.saved, k, v), state.next_backward)
-                peak = stored + way.saved_bytes + way.forward_extra_bytes
+                peak = stored + way.saved_bytes + way.saving_extra_bytes
                 # it has run before, since its next stage is done
                 unwanted = k == state.next_backward < chain.num_stages
                 yield Forward(k, "all", v), after, way.rerun_seconds if unwanted else way.forward_seconds, peak

@@ -48,6 +48,15 @@ def test_the_time_of_a_run_that_may_end_early_is_written_where_it_is_another():
     assert Chain.from_dict(chain.to_dict()) == chain
 
 
+def test_what_a_forward_that_saves_needs_is_written_where_it_is_less():
+    chain = Chain.from_dict(FILE)
+    assert all(stage.saving_extra_bytes == stage.forward_extra_bytes for stage in chain.stages)
+    assert all("saving_extra_bytes" not in stage for stage in chain.to_dict()["stages"])
+    chain = Chain.from_dict(with_stage(forward_extra_bytes=7, saving_extra_bytes=0))
+    assert chain.stage(2).saving_extra_bytes == 0
+    assert Chain.from_dict(chain.to_dict()) == chain
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -62,6 +71,8 @@ def test_the_time_of_a_run_that_may_end_early_is_written_where_it_is_another():
         (with_stage(grad_bytes=None), ["stage 2", "grad_bytes", "null"]),
         (with_stage(rerun_seconds=None), ["stage 2", "rerun_seconds", "null", "seconds"]),
         (with_stage(rerun_seconds=9.5), ["stage 2", "rerun_seconds", "9.5", "more than"]),
+        (with_stage(saving_extra_bytes=None), ["stage 2", "saving_extra_bytes", "null", "whole bytes"]),
+        (with_stage(forward_extra_bytes=7, saving_extra_bytes=8), ["stage 2", "saving_extra_bytes", "8", "more than"]),
         (with_stage(output_byte=1), ["stage 2", "'output_byte'", "output_bytes"]),
         (with_stage(name=5), ["stage 2", "name", "a string"]),
         (with_stage(variants={}), ["stage 2", "variants", "a list"]),

@@ -67,7 +67,10 @@ class Ledger:
             self.way[k] = variant
         way = stage.variants[variant - 1] if variant else stage
         made = f"abar{k}" if save == "all" else f"a{k}"
-        self.peak = max(self.peak, self.stored() + self.size(made) + way.forward_extra_bytes)
+        self.peak = max(
+            self.peak,
+            self.stored() + self.size(made) + (way.saving_extra_bytes if save == "all" else way.forward_extra_bytes),
+        )
         # once the gradient of its output is there, nobody wants the output itself
         ends_early = save == "all" and not variant and f"d{k}" in self.there and k < self.chain.num_stages
         self.clock += way.rerun_seconds if ends_early else way.forward_seconds

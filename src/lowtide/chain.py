@@ -9,7 +9,7 @@ into delta[k-1], and needs abar[k], everything that forward k saved for it.
 | ā^k | `saved_bytes`: all that backward k needs, a[k] included, a[k-1] and the parameters excluded |
 | δ^k | `grad_bytes` of stage k; `Chain.input_grad_bytes` for k = 0 |
 | u_F, u_B | `forward_seconds`, `backward_seconds`; `rerun_seconds` where a repeated forward may end early |
-| o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes` |
+| o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes`; `saving_extra_bytes` of a forward that saves all |
 | w_k | `weight_bytes` |
 
     >>> chain = Chain("two", [Stage("conv", 0.1, 0.2, output_bytes=10, saved_bytes=30),
@@ -56,6 +56,11 @@ class Variant:
         """What a forward takes of which only that is wanted which it saves: compiled code runs to its end."""
         return self.forward_seconds
 
+    @property
+    def saving_extra_bytes(self) -> int:
+        """What a forward that saves all needs for a moment: a variant has no other."""
+        return self.forward_extra_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """The variant as it stands in a chain file."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
@@ -68,11 +73,12 @@ class Stage:
     `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
     to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
     `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
-    wanted, and it can end before its last matrix product.
+    wanted, and it can end before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is
+    what a forward `all` needs for a moment: what another forward makes and lets go again may be among what it saves.
 
     Raises:
-        ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes` or
-            `rerun_seconds > forward_seconds`.
+        ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
+            `rerun_seconds > forward_seconds` or `saving_extra_bytes > forward_extra_bytes`.
     """
 
     name: str
@@ -88,6 +94,7 @@ class Stage:
     optimizer_bytes: int = 0
     variants: tuple[Variant, ...] = ()
     rerun_seconds: float = None  # type: ignore[assignment]  # None: forward_seconds
+    saving_extra_bytes: int = None  # type: ignore[assignment]  # None: forward_extra_bytes
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -96,6 +103,8 @@ class Stage:
             object.__setattr__(self, "weight_grad_bytes", self.weight_bytes)
         if self.rerun_seconds is None:
             object.__setattr__(self, "rerun_seconds", self.forward_seconds)
+        if self.saving_extra_bytes is None:
+            object.__setattr__(self, "saving_extra_bytes", self.forward_extra_bytes)
         object.__setattr__(self, "variants", tuple(self.variants))
         where = f"stage {self.name!r}"
         _check_fields(self, where=where)
@@ -103,6 +112,11 @@ class Stage:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
                 f"{self.forward_seconds}; a forward that may end early takes no longer"
+            )
+        if self.saving_extra_bytes > self.forward_extra_bytes:
+            raise ChainError(
+                f"{where}: saving_extra_bytes is {self.saving_extra_bytes}, more than its forward_extra_bytes "
+                f"{self.forward_extra_bytes}, which is the most that any forward needs"
             )
         saved = {where: self.saved_bytes, **{f"{where}, variant {v.name!r}": v.saved_bytes for v in self.variants}}
         for owner, saved_bytes in saved.items():
@@ -127,6 +141,8 @@ class Stage:
         variants = values.pop("variants")
         if self.rerun_seconds == self.forward_seconds:
             del values["rerun_seconds"]
+        if self.saving_extra_bytes == self.forward_extra_bytes:
+            del values["saving_extra_bytes"]
         return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
 
 
@@ -260,7 +276,7 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
             raise ChainError(f"{where}, variant {v}: is {shown(entry)}, expected an object")
         _check_keys(Variant, entry, where=f"{where}, variant {v}")
         made.append(_made(Variant, entry, where=f"{where}, variant {v}"))
-    for key in ("grad_bytes", "weight_grad_bytes", "rerun_seconds"):
+    for key in ("grad_bytes", "weight_grad_bytes", "rerun_seconds", "saving_extra_bytes"):
         if key in values and values[key] is None:
             raise ChainError(f"{where}: {key} is null, expected {_expected(key)} (leave the field out for its default)")
     stage: Stage = _made(Stage, {**values, "variants": tuple(made)}, where=where)

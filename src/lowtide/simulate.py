@@ -6,7 +6,7 @@ been computed. An operation that needs an arriving value, or that removes a leav
 
 | operation | needs on the device | peak while it runs | afterwards |
 | --- | --- | --- | --- |
-| forward k all | a[k-1] or abar[k-1] | stored + saved_bytes[k] + forward_extra[k] | + abar[k] |
+| forward k all | a[k-1] or abar[k-1] | stored + saved_bytes[k] + saving_extra[k] | + abar[k] |
 | forward k keep | a[k-1] or abar[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k] |
 | forward k drop | a[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k], - a[k-1] |
 | backward k | delta[k], abar[k], a[k-1] or abar[k-1] | stored + grad_bytes[k-1] + weight_grad[k] + backward_extra[k] |
@@ -270,7 +270,7 @@ class _Machine:
         if save == "all":
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
-            seconds, extra = way.forward_seconds, way.forward_extra_bytes
+            seconds, extra = way.forward_seconds, way.saving_extra_bytes
             if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nobody wants a[k] any more
                 seconds = way.rerun_seconds
         if made in self.stored:

@@ -148,7 +148,7 @@ class TinyProblem:
         for stage in chain.stages:
             before.append(stored)
             stored += stage.saved_bytes
-            peak.append(stored + stage.forward_extra_bytes)
+            peak.append(stored + stage.saving_extra_bytes)
         for k in range(chain.num_stages, 0, -1):
             stage = chain.stage(k)
             before.append(stored)

@@ -291,6 +291,7 @@ def _stages(
             more_bytes += figure.largest_weight_grad_bytes
         # a[k-1] counts as stored until backward k; where it goes before, that much less of what stage k saves counts
         gone_bytes = _gone_bytes(figures, k, figure)
+        saving_extra_bytes = figure.saving_extra_bytes + gone_bytes
         stage = Stage(
             entry.name,
             forward_seconds=seconds[k - 1][0],
@@ -298,12 +299,13 @@ def _stages(
             output_bytes=figure.output_bytes,
             saved_bytes=figure.saved_bytes - gone_bytes,
             grad_bytes=figure.grad_bytes,
-            forward_extra_bytes=max(figure.forward_extra_bytes, figure.saving_extra_bytes + gone_bytes) + kept_bytes,
+            forward_extra_bytes=max(figure.forward_extra_bytes, saving_extra_bytes) + kept_bytes,
             backward_extra_bytes=_backward_extra_bytes(figure, weight, kept_bytes) + more_bytes,
             weight_bytes=weight.weight_bytes,
             weight_grad_bytes=weight.weight_grad_bytes,
             optimizer_bytes=weight.optimizer_bytes,
             rerun_seconds=seconds[k - 1][0] * figure.rerun_share,
+            saving_extra_bytes=saving_extra_bytes + kept_bytes,
         )
         variants = [
             Variant(

@@ -194,7 +194,12 @@ class Measurer:
         )
         # a stage whose backward runs as a variant runs forward as that variant, too
         most_bytes = max(figure.forward_extra_bytes, *(each.forward_extra_bytes for _, each in figure.variants), 0)
-        return replace(figure, forward_extra_bytes=most_bytes + more_bytes, variants=variants)
+        return replace(
+            figure,
+            forward_extra_bytes=most_bytes + more_bytes,
+            saving_extra_bytes=figure.saving_extra_bytes + more_bytes,
+            variants=variants,
+        )
 
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""

@@ -6,7 +6,7 @@
 | ā^k of variant v | `saved[k, v]` |
 | δ^j and what else stands beside | `standing[j]`: delta[j] and the weight gradients of all stages after j |
 | M_{F_∅^k}, less δ^j and the stage's input | `light_peak[k]` = a[k] + forward_extra[k] |
-| M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + forward_extra[k] |
+| M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + saving_extra[k] |
 | M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + weight gradients from k on |
 
 The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
@@ -67,7 +67,7 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
             way = stage.variant(v if v < stage.num_variants else 0)
             forward_seconds[k, v], backward_seconds[k, v] = way.forward_seconds, way.backward_seconds
             saved[k, v] = way.saved_bytes
-            heavy_peak[k, v] = way.saved_bytes + way.forward_extra_bytes
+            heavy_peak[k, v] = way.saved_bytes + way.saving_extra_bytes
             backward_peak[k, v] = (
                 way.saved_bytes + way.backward_extra_bytes + standing[k] + gradient[k - 1] + weight_grad[k]
             )

@@ -52,6 +52,7 @@ def least_peak(chain: Chain) -> tuple[int, list[int]]:
         [0, *(stage.saved_bytes for stage in stages)],
         [chain.gradient_bytes(k) for k in range(last + 1)],
         [0, *(stage.forward_extra_bytes for stage in stages)],
+        [0, *(stage.saving_extra_bytes for stage in stages)],
         [0, *(stage.backward_extra_bytes + grad for stage, grad in zip(stages, weight_grads, strict=True))],
         later,
         num_scratch=3,
@@ -67,6 +68,7 @@ def _fill(
     saved: Sequence[int],
     gradient: Sequence[int],
     forward_extra: Sequence[int],
+    saving_extra: Sequence[int],
     backward_extra: Sequence[int],
     later: Sequence[int],
     least: MutableSequence[int],
@@ -86,7 +88,7 @@ def _fill(
         for i in range(h + 1, n + 1):
             stored += saved[i]
             passed = max(passed, (kept[i - 1] if i - 1 > h else 0) + kept[i] + forward_extra[i])
-            again = max(again, stored + forward_extra[i])
+            again = max(again, stored + saving_extra[i])
             back = max(back, stored + gradient[i] + gradient[i - 1] + backward_extra[i] + later[i])
             need = max(back, least[i])
             if i < n:

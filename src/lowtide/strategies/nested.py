@@ -143,7 +143,7 @@ def _way_of(stage: Stage, variant: int, during_backward: int, *, may_end_early: 
     last_forward = way.rerun_seconds if may_end_early else way.forward_seconds
     return _Way(
         way.saved_bytes,
-        way.saved_bytes + way.forward_extra_bytes,
+        way.saved_bytes + way.saving_extra_bytes,
         way.saved_bytes + during_backward + way.backward_extra_bytes,
         way.forward_seconds + way.backward_seconds,
         last_forward + way.backward_seconds,

@@ -180,7 +180,8 @@ class _Reader:
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
         is_unwanted = save == "all" and k == self.next_backward < self.chain.num_stages
         seconds = way.rerun_seconds if is_unwanted else way.forward_seconds
-        self._note(position, seconds, num_bytes + way.forward_extra_bytes)
+        extra_bytes = way.saving_extra_bytes if save == "all" else stage.forward_extra_bytes
+        self._note(position, seconds, num_bytes + extra_bytes)
         self.sizes[made] = num_bytes
         self.made[made] = self.touched[made] = position
         self.stored += num_bytes

@@ -75,7 +75,7 @@ def period_of(chain: Chain) -> Period:
     for k, stage in enumerate(chain.stages, start=1):
         computations.append(Forward(k, "all"))
         gaps.append(stored)
-        standing.append(stored + stage.saved_bytes + stage.forward_extra_bytes)
+        standing.append(stored + stage.saved_bytes + stage.saving_extra_bytes)
         stored += stage.saved_bytes
     for k in range(chain.num_stages, 0, -1):
         stage, gradient = chain.stages[k - 1], chain.gradient_bytes(k - 1)
