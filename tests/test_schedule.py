@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -89,6 +90,11 @@ def test_a_wrong_operation_is_refused_with_its_index(operation, tmp_path):
         ({"manages": ["w"], "start": {"host": [["a", 1]]}}, "start.host"),
         ({"predicted": {"seconds": 1}}, "predicted"),
         ({"predicted": {"seconds": "1", "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
+        ({"predicted": {"seconds": 1, "peak_bytes": math.inf, "idle_seconds": 0}}, "predicted.peak_bytes"),
+        ({"predicted": {"seconds": 1, "peak_bytes": 1.5, "idle_seconds": 0}}, "predicted.peak_bytes"),
+        ({"predicted": {"seconds": 10**400, "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
+        ({"predicted": {"seconds": 1, "peak_bytes": 1, "idle_seconds": math.nan}}, "predicted.idle_seconds"),
+        ({"predicted": {"seconds": -1, "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
         ({"colour": 1}, "colour"),
     ],
 )

@@ -38,6 +38,9 @@ SAVES = ("all", "keep", "drop")
 KINDS = ("a", "abar", "w", "opt")
 WEIGHT_KINDS = ("w", "opt")
 
+# No chain comes to so many bytes or seconds; what is larger, or infinite, was not predicted by anybody.
+_LARGEST_PREDICTION = 1e300
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -280,8 +283,15 @@ def _predicted_from_dict(values: Any) -> Predicted | None:
     if not isinstance(values, Mapping) or set(values) != set(fields):
         raise ScheduleError(f"predicted is {shown(values)}, expected an object with {', '.join(fields)}")
     for name in fields:
-        if isinstance(values[name], bool) or not isinstance(values[name], int | float):
-            raise ScheduleError(f"predicted.{name} is {shown(values[name])}, expected a number")
+        value = values[name]
+        right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST_PREDICTION
+        if name == "peak_bytes" and right:
+            right = value == int(value)
+        if not right:
+            raise ScheduleError(
+                f"predicted.{name} is {shown(value)}, expected {'whole bytes' if name == 'peak_bytes' else 'seconds'} "
+                "from 0 up"
+            )
     return Predicted(float(values["seconds"]), int(values["peak_bytes"]), float(values["idle_seconds"]))
 
 
