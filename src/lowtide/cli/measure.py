@@ -104,7 +104,7 @@ def command(
     from lowtide.runtime.measure import measure
 
     try:
-        with DelayedProgress() as progress:
+        with output_of_others_aside(), DelayedProgress() as progress:
             chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
     except SampleError as error:
         raise _does_not_run(target, error.__cause__ or error) from error

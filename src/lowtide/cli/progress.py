@@ -1,7 +1,4 @@
-"""Progress of what takes long: a bar on standard error, on a terminal only, from the third second on.
-
-Meanwhile nothing else gets to standard output: the results that programs read there come afterwards.
-"""
+"""Progress of what takes long: a bar on standard error, on a terminal only, from the third second on."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import sys
 import threading
 from types import TracebackType
 from typing import Any
-
-from lowtide.cli.output import output_of_others_aside
 
 # What is quicker than this shows no bar.
 _PATIENCE_SECONDS = 2.0
@@ -32,10 +27,8 @@ class DelayedProgress:
         self._latest = ("preparing", 0.0)
         self._timer = threading.Timer(_PATIENCE_SECONDS, self._show)
         self._timer.daemon = True
-        self._aside = output_of_others_aside()
 
     def __enter__(self) -> DelayedProgress:
-        self._aside.__enter__()
         if self._enabled:
             self._timer.start()
         return self
@@ -51,7 +44,6 @@ class DelayedProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        self._aside.__exit__(kind, error, trace)
         with self._lock:
             self._enabled = False
             if self._bar is not None:
