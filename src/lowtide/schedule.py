@@ -158,6 +158,9 @@ class Schedule:
         object.__setattr__(self, "manages", tuple(self.manages))
         if self.manages not in ((), ("w",), ("w", "opt")):
             raise ScheduleError(f'manages is {list(self.manages)}, expected [], ["w"] or ["w", "opt"]')
+        for index, operation in enumerate(self.operations):
+            if not _is_well_formed(operation):
+                raise _refusal_of(operation, index)
         for where, values in (("device", self.start.device), ("host", self.start.host)):
             for kind, k in values:
                 if kind not in self.manages:
@@ -258,6 +261,28 @@ def operation_from_list(entry: Any, index: int) -> Operation:
             raise _refusal(entry, index, f'expected ["{verb}", "a" | "abar" | "w" | "opt", k]')
         return _TRANSFERS[verb](rest[0], rest[1])
     raise _refusal(entry, index, f"known are forward, backward, {', '.join(_TRANSFERS)}")
+
+
+def _is_well_formed(operation: Any) -> bool:
+    """Whether an operation that was made in Python could stand in a file; quick, for solvers make many schedules."""
+    if isinstance(operation, Forward):
+        variant = operation.variant
+        right = _is_stage(variant, smallest=0) and (not variant or operation.save == "all")
+        return right and operation.save in SAVES and _is_stage(operation.stage)
+    if isinstance(operation, _Transfer):
+        return operation.kind in KINDS and _is_stage(operation.stage, smallest=0 if operation.kind == "a" else 1)
+    return isinstance(operation, Backward) and _is_stage(operation.stage)
+
+
+def _refusal_of(operation: Any, index: int) -> ScheduleError:
+    """Why an operation is not well formed, in the words for one in a file."""
+    if not isinstance(operation, Operation):
+        return _refusal(operation, index, "expected Forward, Backward, Offload, Release, Prefetch or Await")
+    try:
+        operation_from_list(operation.to_list(), index)
+    except ScheduleError as error:
+        return error
+    raise AssertionError(f"{operation} is refused, and not in a file: a defect of lowtide")
 
 
 def _start_from_dict(values: Any) -> Start:
