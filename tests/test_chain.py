@@ -68,6 +68,8 @@ def test_what_a_forward_that_saves_needs_is_written_where_it_is_less():
         (with_stage(forward_seconds=math.nan), ["stage 2", "forward_seconds", "nan"]),
         (with_stage(backward_seconds=math.inf), ["stage 2", "backward_seconds", "inf"]),
         (with_stage(weight_bytes=2**60), ["stage 2", "weight_bytes"]),
+        (with_stage(forward_seconds=1e16), ["stage 2", "forward_seconds", "1e+16", "1e+15"]),
+        (with_stage(backward_seconds=10**400), ["stage 2", "backward_seconds", "1e+15"]),
         (with_stage(grad_bytes=None), ["stage 2", "grad_bytes", "null"]),
         (with_stage(rerun_seconds=None), ["stage 2", "rerun_seconds", "null", "seconds"]),
         (with_stage(rerun_seconds=9.5), ["stage 2", "rerun_seconds", "9.5", "more than"]),

@@ -22,6 +22,15 @@ def test_garbage_is_refused_in_one_line(content, tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_a_field_that_is_there_twice_is_not_guessed(tmp_path):
+    path = tmp_path / "twice.json"
+    CHAIN.save(path)
+    path.write_text(path.read_text().replace('"output_bytes": 10', '"output_bytes": 10, "output_bytes": 11'))
+    with pytest.raises(ChainError, match="'output_bytes' twice") as caught:
+        Chain.load(path)
+    assert str(caught.value).startswith(str(path))
+
+
 def test_a_gigabyte_of_garbage_is_not_even_read(tmp_path):
     path = tmp_path / "huge.json"
     with path.open("wb") as stream:

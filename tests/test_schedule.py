@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 
@@ -89,9 +90,35 @@ def test_a_wrong_operation_is_refused_with_its_index(operation, tmp_path):
         ({"manages": ["w"], "start": {"host": [["a", 1]]}}, "start.host"),
         ({"predicted": {"seconds": 1}}, "predicted"),
         ({"predicted": {"seconds": "1", "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
+        ({"predicted": {"seconds": 1, "peak_bytes": math.inf, "idle_seconds": 0}}, "predicted.peak_bytes"),
+        ({"predicted": {"seconds": 1, "peak_bytes": 1.5, "idle_seconds": 0}}, "predicted.peak_bytes"),
+        ({"predicted": {"seconds": 10**400, "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
+        ({"predicted": {"seconds": 1, "peak_bytes": 1, "idle_seconds": math.nan}}, "predicted.idle_seconds"),
+        ({"predicted": {"seconds": -1, "peak_bytes": 1, "idle_seconds": 0}}, "predicted.seconds"),
         ({"colour": 1}, "colour"),
     ],
 )
 def test_a_wrong_file_is_refused(changes, word):
     with pytest.raises(ScheduleError, match=word):
         Schedule.from_dict({**FILE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        (Forward(1, "kept"), "all"),
+        (Forward(0, "all"), "forward"),
+        (Forward(1.0, "all"), "forward"),
+        (Forward(1, "all", -1), "variant"),
+        (Forward(1, "keep", 1), 'only "all" takes a variant'),
+        (Backward(0), "backward"),
+        (Offload("delta", 2), "abar"),
+        (Prefetch("abar", 0), "abar"),
+        (["forward", 1, "all"], "expected Forward"),
+        (None, "expected Forward"),
+    ],
+)
+def test_a_wrong_operation_made_in_python_is_refused_like_one_in_a_file(operation, reason):
+    with pytest.raises(ScheduleError, match=f"operation 1, .*{reason}") as caught:
+        Schedule("by hand", [Forward(1, "all"), operation])
+    assert caught.value.index == 1

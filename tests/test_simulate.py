@@ -208,7 +208,7 @@ def test_variants_have_times_and_bytes_of_their_own():
         ([Forward(1, "all"), Forward(2, "drop")], 1, "a[1] is not on the device"),
         ([Forward(1, "all"), Backward(1)], 1, "backward 2 comes next"),
         ([Forward(1, "all"), Forward(2, "keep"), Backward(2)], 2, "abar[2] is not on the device"),
-        ([Forward(1, "drop"), Forward(2, "all"), Backward(2), Forward(1, "all")], 3, "neither a[0]"),
+        ([Forward(1, "drop"), Forward(2, "all"), Backward(2), Forward(1, "all")], 3, "a[0] is not on the device"),
         ([Forward(1, "all", 1)], 0, "1 variants"),
         ([Release("a", 0)], 0, "no current copy on the host"),
         ([Prefetch("a", 0)], 0, "on the device already"),

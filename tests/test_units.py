@@ -47,6 +47,18 @@ def test_what_is_not_a_bandwidth_is_refused(wrong):
         parse_bandwidth(wrong)
 
 
+def test_what_is_larger_than_the_solvers_count_is_refused_in_one_short_line():
+    assert parse_bytes(2**63 - 1) == 2**63 - 1
+    assert parse_bandwidth(10**30) == 10**30
+    for parse, wrong in ((parse_bytes, 2**63), (parse_bytes, "9000PiB"), (parse_bandwidth, 10**31)):
+        with pytest.raises(UnitError, match="too large"):
+            parse(wrong)
+    for parse in (parse_bytes, parse_bandwidth):
+        with pytest.raises(UnitError) as caught:  # more digits than Python reads
+            parse("9" * 5000)
+        assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 2**20 - 1, 2**20, 5 * 2**30, 2**40 - 1, 3 * 2**41])
 def test_what_is_printed_can_be_read_and_is_near(num_bytes):
     assert parse_bytes(format_bytes(num_bytes).replace(" ", "")) == pytest.approx(num_bytes, rel=0.006)

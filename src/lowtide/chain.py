@@ -35,6 +35,8 @@ FORMAT = "lowtide.chain/1"
 
 # One size may not exceed this, so that sums over thousands of stages stay within 64-bit integers.
 LARGEST_BYTES = 2**50
+# Nor may one time exceed this, 30 million years: whatever is made of such numbers stays finite.
+LARGEST_SECONDS = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,7 @@ def _check_fields(record: Any, *, where: str) -> None:
         if name.endswith("_bytes"):
             right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
         elif name.endswith("_seconds"):
-            right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+            right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_SECONDS
         elif name == "name":
             right = isinstance(value, str)
         elif name == "grads_resident":
@@ -324,7 +326,7 @@ def _expected(name: str) -> str:
     if name.endswith("_bytes"):
         return f"whole bytes from 0 to {LARGEST_BYTES}"
     if name.endswith("_seconds"):
-        return "seconds, a finite number from 0 up"
+        return f"seconds, a number from 0 to {LARGEST_SECONDS:.0e}"
     return {"name": "a string", "grads_resident": "true or false"}.get(name, "a list")
 
 

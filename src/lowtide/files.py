@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, shown
 
 # A chain of 10,000 stages is about 4 MB and a schedule of a million operations about 30 MB: what is larger is not ours.
 _LARGEST_FILE_BYTES = 256 * 2**20
@@ -28,7 +28,7 @@ def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
     except UnicodeDecodeError:
         raise refuse(f"{path}: is not a JSON text; is it the right file?") from None
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
         raise refuse(f"{path}: is nested too deeply to be a file of lowtide; is it the right file?") from None
     except ValueError as error:
@@ -76,6 +76,16 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different: with one there twice, which value is meant is a guess."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {shown(twice)} twice")
+    return made
 
 
 def _refuse_constant(text: str) -> float:

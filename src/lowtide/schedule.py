@@ -38,6 +38,9 @@ SAVES = ("all", "keep", "drop")
 KINDS = ("a", "abar", "w", "opt")
 WEIGHT_KINDS = ("w", "opt")
 
+# No chain comes to so many bytes or seconds; what is larger, or infinite, was not predicted by anybody.
+_LARGEST_PREDICTION = 1e300
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -155,6 +158,9 @@ class Schedule:
         object.__setattr__(self, "manages", tuple(self.manages))
         if self.manages not in ((), ("w",), ("w", "opt")):
             raise ScheduleError(f'manages is {list(self.manages)}, expected [], ["w"] or ["w", "opt"]')
+        for index, operation in enumerate(self.operations):
+            if not _is_well_formed(operation):
+                raise _refusal_of(operation, index)
         for where, values in (("device", self.start.device), ("host", self.start.host)):
             for kind, k in values:
                 if kind not in self.manages:
@@ -257,6 +263,28 @@ def operation_from_list(entry: Any, index: int) -> Operation:
     raise _refusal(entry, index, f"known are forward, backward, {', '.join(_TRANSFERS)}")
 
 
+def _is_well_formed(operation: Any) -> bool:
+    """Whether an operation that was made in Python could stand in a file; quick, for solvers make many schedules."""
+    if isinstance(operation, Forward):
+        variant = operation.variant
+        right = _is_stage(variant, smallest=0) and (not variant or operation.save == "all")
+        return right and operation.save in SAVES and _is_stage(operation.stage)
+    if isinstance(operation, _Transfer):
+        return operation.kind in KINDS and _is_stage(operation.stage, smallest=0 if operation.kind == "a" else 1)
+    return isinstance(operation, Backward) and _is_stage(operation.stage)
+
+
+def _refusal_of(operation: Any, index: int) -> ScheduleError:
+    """Why an operation is not well formed, in the words for one in a file."""
+    if not isinstance(operation, Operation):
+        return _refusal(operation, index, "expected Forward, Backward, Offload, Release, Prefetch or Await")
+    try:
+        operation_from_list(operation.to_list(), index)
+    except ScheduleError as error:
+        return error
+    raise AssertionError(f"{operation} is refused, and not in a file: a defect of lowtide")
+
+
 def _start_from_dict(values: Any) -> Start:
     if not isinstance(values, Mapping) or not set(values) <= {"device", "host"}:
         raise ScheduleError(f'start is {shown(values)}, expected {{"device": [[kind, k], …], "host": [[kind, k], …]}}')
@@ -280,8 +308,15 @@ def _predicted_from_dict(values: Any) -> Predicted | None:
     if not isinstance(values, Mapping) or set(values) != set(fields):
         raise ScheduleError(f"predicted is {shown(values)}, expected an object with {', '.join(fields)}")
     for name in fields:
-        if isinstance(values[name], bool) or not isinstance(values[name], int | float):
-            raise ScheduleError(f"predicted.{name} is {shown(values[name])}, expected a number")
+        value = values[name]
+        right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST_PREDICTION
+        if name == "peak_bytes" and right:
+            right = value == int(value)
+        if not right:
+            raise ScheduleError(
+                f"predicted.{name} is {shown(value)}, expected {'whole bytes' if name == 'peak_bytes' else 'seconds'} "
+                "from 0 up"
+            )
     return Predicted(float(values["seconds"]), int(values["peak_bytes"]), float(values["idle_seconds"]))
 
 

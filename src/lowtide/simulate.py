@@ -370,8 +370,8 @@ class _Machine:
         """Need a[k-1], by itself or inside abar[k-1], whichever is there first."""
         present = [value for value in (("a", k - 1), ("abar", k - 1)) if value in self.stored]
         if not present:
-            inside = f" nor {_named(('abar', k - 1))}" if k > 1 else ""
-            self._refuse(f"neither {_named(('a', k - 1))}{inside} is on the device")
+            missing = f"neither a[{k - 1}] nor abar[{k - 1}] is" if k > 1 else "a[0] is not"
+            self._refuse(f"{missing} on the device")
         self._use(min(present, key=lambda value: self.arriving.get(value, (0.0, 0))[0]))
 
     def _wait(self, until: float, copied_by: int) -> None:

@@ -14,7 +14,7 @@ import re
 from fractions import Fraction
 from numbers import Integral
 
-from lowtide.errors import UnitError
+from lowtide.errors import UnitError, shown
 
 _FACTORS = {"B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -24,6 +24,12 @@ _FACTORS["kB"] = 1000  # the SI spelling of the kilo prefix
 
 # One lane of the first PCI Express moves 250 MB/s: so far below it, a unit was forgotten.
 _LEAST_LIKELY_BYTES_PER_SECOND = 10**6
+
+# The compiled loops of the solvers count in 64 bits; of links, this is beyond any.
+_LARGEST_BYTES = 2**63 - 1
+_LARGEST_BYTES_PER_SECOND = 10**30
+# More than a quantity has that anybody writes, and less than Python refuses to read as a number.
+_LARGEST_NUM_CHARACTERS = 100
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
@@ -40,12 +46,18 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         UnitError: for anything else, a bare float included.
     """
-    return _parse(value, suffix="", what="number of bytes", examples="1234, 8GiB, 8GB or 512MiB")
+    num_bytes = _parse(value, suffix="", what="number of bytes", examples="1234, 8GiB, 8GB or 512MiB")
+    if num_bytes > _LARGEST_BYTES:
+        raise UnitError(f"{shown(value)} is too large a number of bytes; the largest is {_LARGEST_BYTES}")
+    return num_bytes
 
 
 def parse_bandwidth(value: int | str) -> int:
     """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int."""
-    return _parse(value, suffix="/s", what="bandwidth", examples="12GB/s, 500MB/s or 800B/s")
+    rate = _parse(value, suffix="/s", what="bandwidth", examples="12GB/s, 500MB/s or 800B/s")
+    if rate > _LARGEST_BYTES_PER_SECOND:
+        raise UnitError(f"{shown(value)} is too large a bandwidth; the largest is {_LARGEST_BYTES_PER_SECOND}B/s")
+    return rate
 
 
 def is_unlikely_bandwidth(bytes_per_second: int) -> bool:
@@ -58,7 +70,7 @@ def is_unlikely_bandwidth(bytes_per_second: int) -> bool:
 
 
 def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:
-    refusal = UnitError(f"{value!r} is not a {what}; write it like {examples}")
+    refusal = UnitError(f"{shown(value)} is not a {what}; write it like {examples}")
     if isinstance(value, bool):
         raise refusal
     if isinstance(value, Integral):  # numpy's whole numbers, too
@@ -73,7 +85,7 @@ def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:
     else:
         has_suffix = False
     match = _QUANTITY.fullmatch(text)
-    if match is None:
+    if match is None or len(text) > _LARGEST_NUM_CHARACTERS:
         raise refusal
     number, unit = match.groups()
     if not unit:

@@ -168,6 +168,23 @@ def test_wrong_use_is_one_line_and_status_2(arguments, expected, files, capsys):
     assert expected in printed.err
 
 
+def test_what_a_solver_prints_is_not_among_the_results(files, capfd, monkeypatch):
+    def printing(*arguments, **settings):
+        os.write(1, b"a line of HiGHS\n")  # as compiled code does it
+        print("a line of Python")
+        return lowtide.solve(*arguments, **settings)
+
+    monkeypatch.setattr("lowtide.cli.solve.solve", printing)
+    assert main(["solve", files["chain"], "--memory", "20kB", "--strategy", "rotor", "--json"]) == 0
+    print("afterwards")
+    printed = capfd.readouterr()
+    result, afterwards = printed.out.splitlines()
+    assert json.loads(result)["feasible"] is True
+    assert afterwards == "afterwards"
+    assert "a line of HiGHS" in printed.err
+    assert "a line of Python" in printed.err
+
+
 def test_interruption_is_status_130_without_traceback(files, capsys, monkeypatch):
     def interrupted(*_arguments, **_settings):
         raise KeyboardInterrupt

@@ -37,6 +37,15 @@ def fails():
 def misfit():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.zeros(2, 5)
 
+class Talkative(nn.Linear):
+    def forward(self, x):
+        print("shape", x.shape)
+        return super().forward(x)
+
+def talks():
+    print("making it")
+    return nn.Sequential(Talkative(4, 4), nn.Tanh(), Talkative(4, 4), nn.Tanh()), torch.zeros(2, 4)
+
 number = 3
 """
 
@@ -101,3 +110,14 @@ def test_wrong_use_is_one_line(arguments, reason, capsys):
     printed = capsys.readouterr().err
     assert reason in printed
     assert printed.count("\n") == 1
+
+
+def test_what_a_model_prints_is_not_among_the_results(tmp_path, capsys, monkeypatch):
+    (tmp_path / "talking.py").write_text(MADE + 'print("imported")')
+    monkeypatch.chdir(tmp_path)
+    assert main(["measure", "talking:talks", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert Chain.from_dict(json.loads(printed.out)).num_stages >= 2
+    assert "imported" in printed.err
+    assert "making it" in printed.err
+    assert "shape" in printed.err

@@ -100,6 +100,19 @@ def test_a_budget_too_small_is_refused_with_the_least():
         assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
 
 
+def test_where_offloading_was_tried_too_a_refusal_does_not_advise_it(monkeypatch):
+    real = planning._tried
+
+    def more_with_copies(model, sample, planned, settings, **options):
+        tried = real(model, sample, planned, settings, **options)
+        copies = any(isinstance(each, lowtide.Offload) for each in planned.solution.schedule.operations)
+        return dataclasses.replace(tried, peak_bytes=tried.peak_bytes * (10 if copies else 1))
+
+    monkeypatch.setattr(planning, "_tried", more_with_copies)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"recomputation alone \(with offloading .*\); raise it$"):
+        lowtide.fit(deep(), torch.randn(*SHAPE), memory_budget="100KiB", bandwidth="100GB/s")
+
+
 def test_a_budget_that_only_the_prediction_exceeds_is_met(monkeypatch):
     model, x = deep(), batches(SHAPE, 1)[0]
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:

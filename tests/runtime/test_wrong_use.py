@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -67,6 +68,20 @@ def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call
     monkeypatch.setattr(planning, "measured_for", None if call is fit else planning.measured_for)
     with pytest.raises(lowtide.CaptureError, match=reason):
         call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
+
+
+@both
+def test_a_result_in_which_no_tensor_is_seen(call):
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = chain_of_blocks()
+
+        def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
+            return types.SimpleNamespace(logits=self.blocks(x))
+
+    with pytest.raises(lowtide.CaptureError, match=r"no tensor is seen.*\(SimpleNamespace\); return .*dataclasses"):
+        call(Wrapped(), torch.zeros(2, WIDTH))
 
 
 def test_what_is_no_model_is_not_measured():

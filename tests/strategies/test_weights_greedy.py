@@ -6,7 +6,7 @@ from tests.strategies.test_weight_relaxation import tiny_problem
 from tests.strategies.weight_brute_force import fastest_period
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
 
-from lowtide import Chain, InfeasibleBudgetError, Offload, Prefetch, Release, StrategyError, simulate, solve
+from lowtide import Chain, InfeasibleBudgetError, Offload, Prefetch, Release, Stage, StrategyError, simulate, solve
 from lowtide.strategies.weight_periods import cyclic_schedule, period_of, without_vain_copies
 from lowtide.strategies.weight_selection import choices_of, select_greedily
 from lowtide.strategies.weight_transfers import place
@@ -114,6 +114,13 @@ def test_optimizer_state_moves_where_that_helps() -> None:
     assert solution.schedule.manages == ("w", "opt")
     without = 6 * 20 + 10 + 10  # all of it on the device, and one stage's weights and gradients
     assert solution.peak_bytes < without
+
+
+@pytest.mark.parametrize("strategy", [GREEDY, NODISCOUNT])
+def test_what_the_last_backward_used_is_gone_before_the_next_round_brings_its_gradient(strategy: str) -> None:
+    stages = [Stage("s1", 1.0, 1.0, 0, 0, optimizer_bytes=10), Stage("s2", 1.0, 1.0, 0, 0, grad_bytes=10)]
+    solution = solve(Chain("large gradient", stages), memory_budget=10, strategy=strategy, bandwidth=1)
+    assert solution.peak_bytes == 10
 
 
 def test_accumulated_gradients_are_refused() -> None:

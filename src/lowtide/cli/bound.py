@@ -9,7 +9,7 @@ import typer
 from lowtide.bound import Model, bound
 from lowtide.chain import Chain
 from lowtide.cli.options import ChainFile, HalfDuplex, Json, bandwidth_option, bytes_option
-from lowtide.cli.output import print_json, print_pairs, step_time
+from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, step_time
 from lowtide.cli.progress import DelayedProgress
 from lowtide.units import format_seconds
 
@@ -64,7 +64,7 @@ def command(
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     assert rate is not None
     chain = Chain.load(chain_file)
-    with DelayedProgress() as progress:
+    with output_of_others_aside(), DelayedProgress() as progress:
         progress("proving a lower bound", 0.0)
         name: Model = model  # type: ignore[assignment]  # checked there
         proven = bound(

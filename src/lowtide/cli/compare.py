@@ -9,7 +9,7 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
-from lowtide.cli.output import COLUMN_GAP, print_json, print_table
+from lowtide.cli.output import COLUMN_GAP, output_of_others_aside, print_json, print_table
 from lowtide.cli.progress import DelayedProgress
 from lowtide.compare import BudgetComparison, Comparison, Outcome, compare
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
@@ -61,7 +61,7 @@ def command(
     budgets = [bytes_option("--memory", text) for text in memory or ()]
     rate = bandwidth_option(bandwidth)
     chain = Chain.load(chain_file)
-    with DelayedProgress() as progress:
+    with output_of_others_aside(), DelayedProgress() as progress:
         comparison = compare(
             chain,
             memory_budgets=budgets,

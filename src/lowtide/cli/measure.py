@@ -12,7 +12,7 @@ import typer
 from lowtide import zoo
 from lowtide.chain import Chain
 from lowtide.cli.options import Json
-from lowtide.cli.output import print_json, print_pairs, print_table
+from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, print_table
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import CaptureError, LowtideError, SampleError, shown
 from lowtide.files import check_can_write
@@ -99,11 +99,12 @@ def command(
     }
     if output is not None:
         check_can_write(output)
-    model, sample, name = _made(target, {k: v for k, v in sizes.items() if v is not None}, dtype, device)
+    with output_of_others_aside():
+        model, sample, name = _made(target, {k: v for k, v in sizes.items() if v is not None}, dtype, device)
     from lowtide.runtime.measure import measure
 
     try:
-        with DelayedProgress() as progress:
+        with output_of_others_aside(), DelayedProgress() as progress:
             chain = measure(model, sample, stages=stages, optimizer=optimizer, name=name, progress=progress)
     except SampleError as error:
         raise _does_not_run(target, error.__cause__ or error) from error

@@ -5,9 +5,11 @@ rich is imported only where a table is printed.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowtide.chain import Chain
@@ -16,6 +18,23 @@ from lowtide.units import format_bytes, format_seconds
 
 # Blanks between two columns of `print_table`.
 COLUMN_GAP = 2
+
+
+@contextlib.contextmanager
+def output_of_others_aside() -> Iterator[None]:
+    """Send to standard error what solvers and models print meanwhile: standard output is for results alone.
+
+    HiGHS, for one, writes a line there now and then that no option turns off, and not through `sys.stdout`.
+    """
+    sys.stdout.flush()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process that was started without one of the two
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
 
 
 def print_json(value: Mapping[str, Any]) -> None:

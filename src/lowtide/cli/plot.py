@@ -19,6 +19,7 @@ from lowtide.cli.options import (
     bandwidth_option,
     bytes_option,
 )
+from lowtide.cli.output import output_of_others_aside
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import LowtideError
 from lowtide.files import check_can_write
@@ -100,7 +101,7 @@ def command(
         _, trace = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
     found: Survey | None = None
     if panel is not Panel.memory or trace is None:
-        with DelayedProgress() as progress:
+        with output_of_others_aside(), DelayedProgress() as progress:
             found = survey(
                 chain,
                 memory_budgets=[budget] if budget is not None else [],

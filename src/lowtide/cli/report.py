@@ -18,6 +18,7 @@ from lowtide.cli.options import (
     bandwidth_option,
     bytes_option,
 )
+from lowtide.cli.output import output_of_others_aside
 from lowtide.cli.progress import DelayedProgress
 from lowtide.files import check_can_write
 from lowtide.report import write_report
@@ -77,7 +78,7 @@ def command(
     schedule: Schedule | None = None
     if schedule_file is not None:
         schedule, _ = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
-    with DelayedProgress() as progress:
+    with output_of_others_aside(), DelayedProgress() as progress:
         write_report(
             output,
             chain,

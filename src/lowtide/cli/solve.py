@@ -9,7 +9,7 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
-from lowtide.cli.output import moved, print_json, print_pairs, print_table, step_time
+from lowtide.cli.output import moved, output_of_others_aside, print_json, print_pairs, print_table, step_time
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.files import check_can_write
@@ -70,7 +70,7 @@ def command(
         check_can_write(output)
     begin = time.perf_counter()
     try:
-        with DelayedProgress() as progress:
+        with output_of_others_aside(), DelayedProgress() as progress:
             solution = solve(
                 chain,
                 memory_budget=budget,

@@ -133,6 +133,11 @@ def _refuse_what_cannot_work(observation: Observation) -> None:
             f"{observation.caches[0]} is handed a cache of keys and values, which cannot be run twice; "
             "call the model with use_cache=False"
         )
+    if observation.opaque:
+        raise CaptureError(
+            f"no tensor is seen in the model's result, or in what loss= makes of it ({observation.opaque}); return "
+            "tensors, or tuples, lists, dicts or dataclasses of them"
+        )
     if not observation.trains:
         raise CaptureError(
             "no gradient flows from the model's output, or from what loss= makes of it; is anything of it to be "

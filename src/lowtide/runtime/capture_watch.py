@@ -76,6 +76,8 @@ class Observation:
     end: int
     trains: bool = False
     """Gradients flow from the output."""
+    opaque: str = ""
+    """The type of the output where no tensor is seen in it."""
     checkpoints: bool = False
     """Some part of the model checkpoints by itself."""
     caches: list[str] = field(default_factory=list)
@@ -224,7 +226,9 @@ class _Watcher(TorchDispatchMode):
         self._clock += 1
         self._read(output, nested=True)
         self.observation.end = self._clock
-        self.observation.trains = any(tensor.requires_grad for tensor in tensors_in(output))
+        shown = list(tensors_in(output))
+        self.observation.trains = any(tensor.requires_grad for tensor in shown)
+        self.observation.opaque = "" if shown else type(output).__name__
 
     def _read(self, values: Any, *, nested: bool = False) -> set[int]:
         serials = set()

@@ -177,7 +177,14 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
         try:
             return _rehearsed_as_asked(model, sample, split, chain, dataclasses.replace(settings, bandwidth=0))
         except InfeasibleBudgetError as alone:
-            raise min(error, alone, key=lambda refusal: refusal.minimum_bytes) from None
+            if error.minimum_bytes <= alone.minimum_bytes:
+                raise error from None
+            raise InfeasibleBudgetError(  # its own message would advise to allow offloading
+                f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
+                f"{format_bytes(alone.minimum_bytes)} ({alone.minimum_bytes} bytes) that this model needs at the "
+                f"least, by recomputation alone (with offloading {format_bytes(error.minimum_bytes)}); raise it",
+                minimum_bytes=alone.minimum_bytes,
+            ) from None
 
 
 def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:

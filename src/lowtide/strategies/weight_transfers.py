@@ -15,7 +15,7 @@ import numpy as np
 
 from lowtide.schedule import Offload, Operation, Prefetch, Release, Value
 from lowtide.strategies.weight_cycle import best_cut
-from lowtide.strategies.weight_machine import COMPUTE, Course, Ints, Moves, new_state
+from lowtide.strategies.weight_machine import COMPUTE, PREFETCH, Course, Ints, Moves, new_state
 from lowtide.strategies.weight_periods import Period
 from lowtide.strategies.weight_selection import Choice, from_backward
 
@@ -108,14 +108,20 @@ def _moves_of(period: Period, chosen: Sequence[Choice], values: list[Value], dis
 
 
 def _operations(period: Period, values: list[Value], events: Ints) -> tuple[Operation, ...]:
-    """Events from backward n on as operations from forward 1 on."""
+    """Events from backward n on as operations from forward 1 on.
+
+    What leaves after backward 1 leaves at the end of the list, up to the first copy in: with the next round its input
+    and the gradient of its output are there, and the machine saw to room beside these for the copies in alone.
+    """
     n = period.num_stages
     listed: list[Operation] = []
-    turn = 0
+    turn, ends = 0, False  # where forward 1's round begins; whether the round before it is ending
     for kind, index in events.tolist():
         if kind == COMPUTE:
             listed.append(period.computations[(index + n) % (2 * n)])
-            turn = len(listed) if index == n - 1 else turn
+            ends = index == n - 1
         else:
             listed.append((Offload, Release, Prefetch)[kind - 1](*values[index]))
+            ends = ends and kind != PREFETCH
+        turn = len(listed) if ends else turn
     return (*listed[turn:], *listed[:turn])
