@@ -40,7 +40,8 @@ class ExecutedForward(StagedForward):
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
         try:
-            result = super().run(plain, args, kwargs)
+            with self.machine.noticing_draws(self.step):
+                result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
             if self._sorter is not None:

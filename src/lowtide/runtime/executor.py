@@ -91,6 +91,7 @@ class Step:
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
+        self.draws_unnoticed = False  # from Python's or numpy's generator, and no step before has
         self._lock = threading.RLock()
         self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
         self._task = -1
@@ -335,6 +336,11 @@ class Step:
         run = self.runs[k]
         assert run.tape is not None
         assert run.random is not None
+        if self.draws_unnoticed:
+            raise ExecutionError(
+                f"stage {self.machine.stage_name(k)!r} cannot be run again: this step's forward draws from Python's or "
+                "numpy's generator, and none before did; run the step once more"
+            )
         buffers = self.machine.buffers_of(k)
         earlier = buffers.earlier(run.snapshot, self.copies, partial(_storages_read, run.tape, inputs))
         if earlier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from lowtide.runtime.rng import Generators, GeneratorWatch, State
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
 from lowtide.runtime.variants import StageVariants
+
+if TYPE_CHECKING:
+    from lowtide.runtime.executor import Step
 
 
 class Counters:
@@ -71,7 +74,8 @@ class Machine:
         self.repeated: set[int] = set()
         """The stages that have run again at least once."""
         self._lock = threading.RLock()
-        self._draws_others: dict[int, bool] = {}
+        self._draws_others = False  # whether a generator that is not torch's was seen to be drawn from
+        self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
         self._setting: set[int] = set()  # the stages in which code between calls sets a generator
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
@@ -173,26 +177,45 @@ class Machine:
     # Random numbers
 
     def probes_all_generators(self, k: int) -> bool:
-        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used."""
-        return k in self._setting or self._draws_others.get(k, True)
+        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used.
+
+        Once one stage has drawn from them, all are looked at: another may do so in some steps only.
+        """
+        return self._draws_others or k not in self._probed
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
-        return GeneratorWatch(self.generators) if k in self._setting or k not in self._draws_others else None
+        return GeneratorWatch(self.generators) if k in self._setting or k not in self._probed else None
 
     def random_start(self, k: int, before: State, *, sets_generators: bool) -> State:
         """The state from which stage k starts when it runs again.
 
         Also where the generators are afterwards as they were before: a submodule that draws may put them back itself.
         """
+        self._probed.add(k)
         if sets_generators:
             self._setting.add(k)
-            self._draws_others[k] = True
-        elif before.others is not None:
-            self._draws_others[k] = self.generators.others_drawn_since(before)
-            if not self._draws_others[k]:
+            self._draws_others = True
+        elif before.others is not None and not self._draws_others:
+            self._draws_others = self.generators.others_drawn_since(before)
+            if not self._draws_others:
                 before.others = None
         return before
+
+    @contextmanager
+    def noticing_draws(self, step: Step) -> Iterator[None]:
+        """Run a forward, and notice where it draws from Python's or numpy's generator while nobody looks at them.
+
+        In the first forward each stage is looked at: what is seen then is that a stage draws that never runs again.
+        """
+        if self._draws_others or not self.program.taped:
+            yield
+            return
+        is_first, before = not self.program.taped <= self._probed, self.generators.others()
+        yield
+        if not self._draws_others and self.generators.have_moved(before):
+            self._draws_others = True
+            step.draws_unnoticed = not is_first
 
     # Threads
 
