@@ -64,18 +64,29 @@ class Snapshot:
     """The buffers of a stage, and the plain attributes and the lists of its modules, before its first run.
 
     `statistics` are the places of BatchNorm modules in training; about the other places there are `stamps`, by place,
-    and, until the run has ended, `copies`.
+    the `tensors` that stood there, and, until the run has ended, `copies`.
     """
 
-    __slots__ = ("attributes", "changed", "copies", "lists", "stamps", "statistics")
+    __slots__ = ("attributes", "changed", "copies", "lists", "stamps", "statistics", "tensors")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
         self.stamps: dict[int, Stamp] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.changed: list[int] = []
         self.attributes: list[Any] = []
         self.lists: Sequence[Found | None] = ()
+
+    def is_replaced(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether another tensor stands in a place by now."""
+        return self.tensors.get(index, tensor) is not tensor
+
+    def replaced(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that stood in a place where another one stands by now; None: it has changed, or is the same."""
+        former = self.tensors.get(index)
+        is_former = former is not None and former is not tensor and former._version == self.stamps[index][0]
+        return former if is_former else None
 
 
 class StageBuffers:
@@ -141,6 +152,8 @@ class StageBuffers:
             tensor = self._places[index].tensor
             if tensor is not None:
                 snapshot.stamps[index] = (tensor._version, self._counts[self._keys[index]])
+                if tensor.grad_fn is None:  # a graph would keep the step alive
+                    snapshot.tensors[index] = tensor
                 if self._known is None or index in self._known:
                     snapshot.copies[index] = tensor.detach().clone()
         return snapshot
@@ -150,8 +163,11 @@ class StageBuffers:
         if snapshot is None:
             return
         for index, stamp in snapshot.stamps.items():
-            copy = snapshot.copies.get(index)
-            if self._has_changed(index, stamp, copy):
+            copy, tensor = snapshot.copies.get(index), self._places[index].tensor
+            if tensor is not None and (
+                snapshot.is_replaced(index, tensor) or self._has_changed(index, tensor, stamp, copy)
+            ):
+                copy = snapshot.replaced(index, tensor) if copy is None else copy
                 snapshot.changed.append(index)
                 # Always counted: the version of a tensor that was put in its place may be the one before.
                 self._counts[self._keys[index]] += 1
@@ -159,10 +175,7 @@ class StageBuffers:
         snapshot.copies.clear()
         self._known = {*(self._known or ()), *snapshot.changed}
 
-    def _has_changed(self, index: int, stamp: Stamp, copy: torch.Tensor | None) -> bool:
-        tensor = self._places[index].tensor
-        if tensor is None:
-            return False
+    def _has_changed(self, index: int, tensor: torch.Tensor, stamp: Stamp, copy: torch.Tensor | None) -> bool:
         if tensor._version != stamp[0] or (self._known is not None and index in self._known):
             return True
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
@@ -196,13 +209,17 @@ class StageBuffers:
         for index, stamp in snapshot.stamps.items():
             place, key = self._places[index], self._keys[index]
             tensor = place.tensor
-            if tensor is None or (tensor._version, self._counts[key]) == stamp:
+            if tensor is None:
+                continue
+            if (tensor._version, self._counts[key]) == stamp and not snapshot.is_replaced(index, tensor):
                 continue
             is_own = index in snapshot.changed
             is_strided = tensor.layout is torch.strided
             if place.only_in_glue and not is_own and is_strided and tensor.untyped_storage()._cdata not in read():
                 continue  # another stage's business
             copy = copies.get((key, stamp))
+            if copy is None:
+                copy = snapshot.replaced(index, tensor)
             if copy is None or not is_strided:
                 raise _lost(place, by_forward=(key, stamp) in copies)
             found[index] = copy
