@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
-from lowtide.runtime.exchange import Entry, exchanged
+from lowtide.runtime.exchange import ABSENT, Entry, exchanged
 from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import mentions
 
@@ -54,6 +54,10 @@ class Place(NamedTuple):
         """What stands there now."""
         return self.module._buffers.get(self.name)
 
+    def entry(self, tensor: torch.Tensor | None) -> Entry:
+        """What is to stand there."""
+        return self.module._buffers, self.name, tensor
+
     @property
     def may_be_statistic(self) -> bool:
         """Whether the module's output in training does not depend on this buffer."""
@@ -64,16 +68,17 @@ class Snapshot:
     """The buffers of a stage, and the plain attributes and the lists of its modules, before its first run.
 
     `statistics` are the places of BatchNorm modules in training; about the other places there are `stamps`, by place,
-    the `tensors` that stood there, and, until the run has ended, `copies`.
+    the `tensors` that stood there, and, until the run has ended, `copies`. At the places in `empty` was None.
     """
 
-    __slots__ = ("attributes", "changed", "copies", "lists", "stamps", "statistics", "tensors")
+    __slots__ = ("attributes", "changed", "copies", "empty", "lists", "stamps", "statistics", "tensors")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
         self.stamps: dict[int, Stamp] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
+        self.empty: list[int] = []
         self.changed: list[int] = []
         self.attributes: list[Any] = []
         self.lists: Sequence[Found | None] = ()
@@ -116,6 +121,7 @@ class StageBuffers:
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what stands in for it
         found = {place.key: place for place in (*places_in(modules), *places_in(outside), *shared)}
         own = {id(module) for _, module in modules}
+        self._tables = [(module._buffers, frozenset(module._buffers)) for _, module in (*modules, *outside)]
         self._places = [
             place._replace(only_in_glue=key[0] not in own and not _is_named(place.name, modules))
             for key, place in found.items()
@@ -150,7 +156,9 @@ class StageBuffers:
                 noted = [*noted, *indices]
         for index in noted:
             tensor = self._places[index].tensor
-            if tensor is not None:
+            if tensor is None:
+                snapshot.empty.append(index)
+            else:
                 snapshot.stamps[index] = (tensor._version, self._counts[self._keys[index]])
                 if tensor.grad_fn is None:  # a graph would keep the step alive
                     snapshot.tensors[index] = tensor
@@ -241,14 +249,15 @@ class StageBuffers:
         """
         if snapshot is None:
             return nullcontext()
-        attributes = self._attributes.changed_since(snapshot.attributes)
-        if not self._places and not attributes and not snapshot.lists:
+        entries = [*self._attributes.changed_since(snapshot.attributes), *self._registered_since()]
+        if not self._places and not entries and not snapshot.lists:
             return nullcontext()
-        return self._protected(snapshot, attributes, earlier)
+        entries += [self._places[index].entry(None) for index in snapshot.empty]
+        return self._protected(snapshot, entries, earlier)
 
     @contextmanager
     def _protected(
-        self, snapshot: Snapshot, attributes: list[Entry], earlier: Mapping[int, torch.Tensor]
+        self, snapshot: Snapshot, entries: list[Entry], earlier: Mapping[int, torch.Tensor]
     ) -> Iterator[None]:
         self._check_modes(snapshot.statistics)
         statistics, written = snapshot.statistics, [*earlier]
@@ -256,7 +265,7 @@ class StageBuffers:
             statistics, written = [], [*written, *statistics]
         with (
             exchanged(self._spares(statistics)),
-            exchanged(attributes),
+            exchanged(entries),
             self._lists.protected(snapshot.lists) if snapshot.lists else nullcontext(),
             self._put_back(written, earlier) if written else nullcontext(),
         ):
@@ -276,7 +285,7 @@ class StageBuffers:
         _write((now[index], tensor) for index, tensor in kept.items() if index not in earlier)
         # The block may put another tensor in a buffer's place: what stands there now is put back in any case.
         with (
-            exchanged([self._entry(index, others.get(index, tensor)) for index, tensor in tensors.items()]),
+            exchanged([self._places[index].entry(others.get(index, tensor)) for index, tensor in tensors.items()]),
             _unsafe_preserve_version_counter(tuple(kept.values())),  # whoever saved one finds it as it was
         ):
             _write((tensor, earlier[index]) for index, tensor in kept.items() if index in earlier)
@@ -285,8 +294,10 @@ class StageBuffers:
             finally:
                 _write((tensor, now[index]) for index, tensor in kept.items())
 
-    def _entry(self, index: int, tensor: torch.Tensor) -> Entry:
-        return self._places[index].module._buffers, self._places[index].name, tensor
+    def _registered_since(self) -> list[Entry]:
+        """What takes away the buffers that were registered since this was made: the first run may have done so."""
+        new = [(table, names) for table, names in self._tables if len(table) != len(names)]
+        return [(table, name, ABSENT) for table, names in new for name in table if name not in names]
 
     def _check_modes(self, statistics: Iterable[int]) -> None:
         for index in statistics:
@@ -317,13 +328,11 @@ class StageBuffers:
 
 
 def places_in(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The buffers of modules given with their paths."""
-    return [
-        Place(module, name, f"{path}.{name}" if path else name)
-        for path, module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+    """The buffers of modules given with their paths; one that is None may be filled later, but for statistics."""
+    places = [
+        Place(module, name, f"{path}.{name}" if path else name) for path, module in modules for name in module._buffers
     ]
+    return [place for place in places if place.tensor is not None or not place.may_be_statistic]
 
 
 def is_buffer_of(model: nn.Module, tensor: torch.Tensor) -> bool:

@@ -105,7 +105,7 @@ class ExecutedForward(StagedForward):
             run.random = self.machine.random_start(k, self._before, sets_generators=sets_generators)
             run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
         run.snapshot = self._snapshot
-        buffers = self.machine.buffers_of(k)
+        run.buffers = buffers = self.machine.buffers_of(k)
         buffers.after(run.snapshot, self.step.copies)
         if run.fingerprints is not None:
             run.fingerprints.finish(buffers.written(run.snapshot))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +80,8 @@ class Machine:
         self._setting: set[int] = set()  # the stages in which code between calls sets a generator
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
+        self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffer_names: list[str] = []
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         self._buffers: dict[int, StageBuffers] = {}
@@ -89,10 +92,16 @@ class Machine:
     # The model, by stage
 
     def refresh(self) -> None:
-        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them)."""
-        first = next(self.model.parameters(), None)
+        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them), and at
+        its buffers where it has others: some are registered by the first forward that needs them.
+        """
+        first, names = next(self.model.parameters(), None), list(chain.from_iterable(self._buffer_tables))
         if self._parameters and first is self._first_parameter:
+            if names != self._buffer_names:
+                self._buffer_names = names
+                self._find_buffers()
             return
+        self._buffer_names = names
         self._first_parameter = first
         self._storages.clear()
         for k, modules in self._modules.items():
@@ -102,7 +111,10 @@ class Machine:
         self._find_buffers()
 
     def _find_buffers(self) -> None:
-        """Those that each stage may read or change; of a stage that never runs again, those that others read."""
+        """Those that each stage may read or change; of a stage that never runs again, those that others read.
+
+        Steps under way keep to those that their forward has found.
+        """
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
         of_units = {place.key: place for modules in inside.values() for place in places_in(modules)}
         named = [place for place in of_units.values() if any(names(each, place.name) for _, each in self._outside)]
@@ -216,6 +228,13 @@ class Machine:
         if not self._draws_others and self.generators.have_moved(before):
             self._draws_others = True
             step.draws_unnoticed = not is_first
+
+    def unknown_numbers(self, k: int) -> ExecutionError:
+        """Why stage k of such a step cannot be run again."""
+        return ExecutionError(
+            f"stage {self.stage_name(k)!r} cannot be run again: this step's forward draws from Python's or numpy's "
+            "generator, and none before did; run the step once more"
+        )
 
     # Threads
 
