@@ -252,6 +252,13 @@ class Tape:
             "make it one stage with the one before, or work on a copy"
         )
 
+    def refuse_transform(self) -> None:
+        """The stage differentiates through a transform of torch.func between its calls, which no tape can repeat."""
+        self.refusal = (
+            f"stage {self.name!r} uses a transform of torch.func (vmap, jvp) between its submodules, so it cannot be "
+            "run again; do that inside a submodule"
+        )
+
     def end(self) -> None:
         """The stage has ended; what follows belongs to the next one."""
         if self._watch is not None:
