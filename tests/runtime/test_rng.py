@@ -13,6 +13,7 @@ from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.attach import split_for
 from lowtide.runtime.capture import capture
 
 
@@ -253,3 +254,43 @@ def test_a_generator_that_only_a_stage_draws_from_which_never_runs_again():
     random.seed(1)
     with lowtide.attach(model, recomputing(3)):
         assert_equal(train(model, inputs), expected)
+
+
+class HandedOn(nn.Module):
+    """Hands the caller's generator on to its submodules, not by the name that torch gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawsFrom() for _ in range(5))
+
+    def forward(self, x, generator):
+        for k, block in enumerate(self.blocks):
+            x = block(x, generator) if k % 2 else block(x, source=generator)
+        return x
+
+
+class DrawsFrom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, source):
+        return torch.tanh(self.linear(x) * torch.rand(x.shape, generator=source))
+
+
+def test_a_generator_that_the_caller_hands_to_the_model():
+    def make() -> HandedOn:
+        torch.manual_seed(1)
+        return HandedOn()
+
+    def numbers(model: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        for _ in range(3):
+            model(torch.ones(64, 16), generator).square().mean().backward()
+        return {**dict(gradients(model)), "state": generator.get_state()}
+
+    model, generator = make(), torch.Generator().manual_seed(7)
+    chain = lowtide.measure(model, (torch.ones(64, 16), generator))
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
+    schedule = recomputing(chain.num_stages)
+    with lowtide.attach(model, schedule, split=split_for(model, chain)):
+        assert_equal(numbers(model, generator), numbers(make(), torch.Generator().manual_seed(7)))
