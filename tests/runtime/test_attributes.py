@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import pytest
 import torch
+from tests.runtime.schedules import random_schedule
+from tests.runtime.test_living_with_others import recomputing
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.capture import capture
+from lowtide.runtime.executor import Step
+from lowtide.runtime.meter import no_collection
 
 SHAPE = (512, 64)
 
@@ -158,3 +166,131 @@ def test_statistics_that_are_read_without_being_named(way):
     with fitted(model, inputs[0]) as plan:
         assert_equal(train(model, inputs), train(stack(lambda: ReadsStatistics(way)), inputs))
         assert plan.stats().recomputed_per_step > 0
+
+
+class Unregistered(nn.Module):
+    """Keeps what it has seen in attributes that are no buffers, and reads it in the next call."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(16, 16), way
+        self.average, self.carried, self.pair, self.table = torch.zeros(16), None, (0, 1.0), {"factor": 1.0}
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return y * getattr(self, self.way)(y)
+
+    def averaged(self, y):
+        found, self.average = self.average, 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return 1 + found
+
+    def only_counted(self, y):
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return 1
+
+    def handed_to_the_next(self, y):
+        found, self.carried = self.carried, y.detach().mean(0)
+        return 1 if found is None else 1 + found
+
+    def in_a_tuple(self, y):
+        self.pair = self.pair[0] + 1, self.pair[1] * 0.5
+        return self.pair[1]
+
+    def in_a_dict(self, y):
+        self.table["factor"] *= 0.5
+        return self.table["factor"]
+
+    def made_in_the_first_call(self, y):
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return 1 / self.num_calls
+
+
+def kept_by(model: nn.Module) -> list[Any]:
+    kept = [(block.average, block.carried, block.pair, block.table, vars(block).get("num_calls")) for block in model]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for values in kept for value in values]
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["averaged", "only_counted", "handed_to_the_next", "in_a_tuple", "in_a_dict", "made_in_the_first_call"],
+)
+def test_attributes_that_are_no_buffers_change_once_a_step(way):
+    inputs, plain = batches((8, 16), 3), stack(lambda: Unregistered(way), 5)
+    expected = train(plain, inputs)
+    for schedule in (recomputing(5), random_schedule(5, 2, drops=0.8)):
+        model = stack(lambda: Unregistered(way), 5)
+        assert lowtide.measure(model, inputs[0]).num_stages == 5
+        with lowtide.attach(model, schedule):
+            assert_equal(train(model, inputs), expected)
+        assert kept_by(model) == kept_by(plain)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tensor", "tuple", "dict"])
+def test_what_the_training_loop_replaces_before_backward_is_as_the_forward_found_it(kind):
+    def numbers(model: nn.Module) -> list[torch.Tensor]:
+        for x in batches((8, 16), 3):
+            output = model(x)
+            for block in model:
+                block.decay()
+            output.square().mean().backward()
+        assert all(block.factor() == pytest.approx(0.9**3) for block in model)
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = numbers(stack(lambda: Scaled(kind), 5))
+    for schedule in (recomputing(5), random_schedule(5, 2, drops=0.8)):
+        model = stack(lambda: Scaled(kind), 5)
+        with lowtide.attach(model, schedule):
+            assert all(map(torch.equal, numbers(model), expected))
+
+
+class Scaled(nn.Module):
+    """Has a factor that the training loop changes, not in place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(16, 16), kind
+        self.register_buffer("buffer", torch.ones(()))
+        self.tensor, self.tuple, self.dict = torch.ones(()), (1.0,), {"factor": 1.0}
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x) * self.factor())
+
+    def factor(self):
+        value = getattr(self, self.kind)
+        return value[0] if self.kind == "tuple" else value["factor"] if self.kind == "dict" else value
+
+    def decay(self):
+        self.buffer, self.tensor, self.tuple = self.buffer * 0.9, self.tensor * 0.9, (self.tuple[0] * 0.9,)
+        self.dict["factor"] *= 0.9
+
+
+class Summing(nn.Module):
+    """Sums up a penalty in an attribute while it runs: stages find a tensor with the graph of their own step there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.penalty = stack(lambda: nn.Linear(16, 16), 4), torch.zeros(())
+
+    def forward(self, x):
+        self.penalty = torch.zeros(())
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.penalty = self.penalty + x.square().mean()
+        return x
+
+
+def test_steps_that_are_dropped_are_let_go_where_attributes_have_graphs():
+    def num_steps() -> int:
+        return sum(type(each) is Step for each in gc.get_objects())
+
+    model, inputs = Summing(), batches((8, 16), 4)
+    split = capture(model, inputs[0])
+    gc.collect()
+    before = num_steps()
+    with lowtide.attach(model, recomputing(split.num_stages), split=split, strict=True), no_collection():
+        for x in inputs:
+            model(x)
+        assert num_steps() > before
+        model.penalty = torch.zeros(())
+        assert num_steps() == before

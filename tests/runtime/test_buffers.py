@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.runtime.schedules import random_schedule
+from tests.runtime.test_living_with_others import recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
@@ -449,3 +450,64 @@ def test_buffers_that_do_not_change_are_not_copied(monkeypatch):
     copied.clear()
     model(x).sum().backward()
     assert copied.count((3, 3)) == 0
+
+
+class Filled(nn.Module):
+    """A buffer that is empty at first, and one that the first forward registers."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        self.linear, self.late = nn.Linear(8, 8), late
+        if not late:
+            self.register_buffer("average", None)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        if self.late:
+            if "average" not in self._buffers:
+                self.register_buffer("average", torch.zeros(8))
+                return y
+        elif self.average is None:
+            self.average = y.detach().mean(0)
+        found, self.average = self.average, 0.5 * self.average + 0.5 * y.detach().mean(0)
+        return y * (1 + found)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_buffers_that_a_forward_fills_or_registers(late):
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Filled(late=late) for _ in range(5)))
+
+    inputs = batches((6, 8), 4)
+    expected = train(make(), inputs)
+    for seed in range(3):
+        model = make()
+        with lowtide.attach(model, random_schedule(5, seed, drops=0.8)):
+            assert_equal(train(model, inputs), expected)
+
+
+def test_buffers_that_stand_in_for_a_call():
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(AddsBuffer() for _ in range(4)))
+
+    def gradients_with_others(model: nn.Module) -> list[torch.Tensor]:
+        others = {name: buffer + 1 for name, buffer in model.named_buffers()}
+        torch.func.functional_call(model, others, (batches((6, 8), 1)[0],)).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    model = make()
+    with lowtide.attach(model, recomputing(4)):
+        assert all(map(torch.equal, gradients_with_others(model), gradients_with_others(make())))
+    assert all(float(buffer) == 0 for buffer in model.buffers())
+
+
+class AddsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) + self.shift)

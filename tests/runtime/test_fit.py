@@ -497,3 +497,31 @@ def test_the_steps_by_themselves():
     with lowtide.attach(model, solution) as plan:
         assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
         assert plan.stats().recomputed_per_step > 0
+
+
+class Carrying(nn.Module):
+    """Hands what it made to its next call: from the second step on there is more in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.carried = block(32), None
+
+    def forward(self, x):
+        y = self.block(x) if self.carried is None else self.block(x) + 0.1 * self.carried
+        self.carried = y.detach()
+        return y
+
+
+def test_the_budget_holds_where_modules_carry_something_over():
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Carrying() for _ in range(5)))
+
+    model, inputs = make(), batches(SHAPE, 4)
+    options = {**RECOMPUTE, "optimizer": "adam", "loss": lambda result: result.square().mean()}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, inputs[0], memory_budget=1000, **options)
+    budget = int(1.1 * caught.value.minimum_bytes)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
+        assert peak_of_steps(model, inputs) <= budget
+        assert plan.stats().recomputed_per_step > 0

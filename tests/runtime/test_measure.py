@@ -425,6 +425,23 @@ def test_a_module_whose_glue_cannot_be_repeated_is_not_opened() -> None:
     assert chain.num_stages == split.num_stages
 
 
+class _Aligning(nn.Module):
+    """CTC's loss saves the lengths, too, where a mode of torch's is watching."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = deep(3, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.layers(x)).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((x.shape[0],), x.shape[1]), torch.full((x.shape[0],), targets.shape[1])
+        return {"loss": nn.functional.ctc_loss(scores, targets, *lengths)}
+
+
+def test_functions_that_save_other_tensors_while_they_are_watched() -> None:
+    assert measure(_Aligning(), (torch.randn(3, 12, 16), torch.randint(1, 10, (3, 4)))).num_stages > 2
+
+
 class _Leaving(nn.Module):
     """Leaves a part of the loss in an attribute."""
 

@@ -7,11 +7,13 @@ import random
 import numpy
 import pytest
 import torch
+from tests.runtime.schedules import random_schedule
 from tests.runtime.test_living_with_others import recomputing
 from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.attach import split_for
 from lowtide.runtime.capture import capture
 
 
@@ -157,3 +159,138 @@ def test_generators_that_are_set_between_submodules(way):
         model = make()
     measured = lowtide.measure(model, x)  # refuses stages that do not compute the same
     assert measured.num_stages == split.num_stages
+
+
+class OwnGenerator(nn.Module):
+    """Draws from a generator of its own that is not torch's."""
+
+    def __init__(self, generator) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.generator = generator
+
+    def forward(self, x):
+        draw = getattr(self.generator, "random", None) or self.generator.random_sample
+        return torch.tanh(self.linear(x) * (0.5 + float(draw())))
+
+
+@pytest.mark.parametrize("kind", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
+def test_generators_of_python_and_numpy_that_modules_keep(kind):
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        shared = kind(3)
+        return nn.Sequential(*(OwnGenerator(shared if k % 2 else kind(k)) for k in range(5)))
+
+    inputs, model = [torch.randn(64, 16) for _ in range(3)], make()
+    assert lowtide.measure(model, inputs[0]).num_stages == 5
+    with lowtide.attach(model, recomputing(5)) as plan:
+        assert_equal(train(model, inputs), train(make(), inputs))
+        assert plan.stats().recomputed_per_step > 0
+
+
+class Gaussian(nn.Module):
+    """numpy makes normal numbers two at a time and keeps one: every other time its generator does not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * numpy.random.randn())
+
+
+def test_a_normal_number_that_numpy_has_kept():
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*(Gaussian() for _ in range(5)))
+
+    inputs = [torch.randn(8, 16) for _ in range(4)]
+    numpy.random.seed(1)
+    expected = train(make(), inputs)
+    numpy.random.seed(1)
+    model = make()
+    with lowtide.attach(model, random_schedule(5, 0)):
+        assert_equal(train(model, inputs), expected)
+
+
+class Seldom(nn.Module):
+    """Draws only where its input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        factor = random.random() if float(x.detach().abs().max()) > 10 else 1.0
+        return x + torch.tanh(self.linear(x) * factor)
+
+
+def test_a_generator_that_is_drawn_from_in_a_later_step_costs_that_step():
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*(Seldom() for _ in range(4)))
+
+    calm, wild = torch.ones(8, 16), torch.full((8, 16), 20.0)
+    model, plain = make(), make()
+    with lowtide.attach(model, recomputing(4)):
+        assert_equal(train(model, [calm, calm]), train(plain, [calm, calm]))
+        with pytest.raises(lowtide.ExecutionError, match="run the step once more"):
+            train(model, [wild])
+        random.seed(1)
+        model.zero_grad()
+        got = train(model, [wild, calm, wild])
+    random.seed(1)
+    assert_equal(got, train(plain, [wild, calm, wild]))
+
+
+def test_a_generator_that_only_a_stage_draws_from_which_never_runs_again():
+    def make() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), OwnGenerator(random))
+
+    inputs, model = [torch.randn(8, 16) for _ in range(3)], make()
+    random.seed(1)
+    expected = train(make(), inputs)
+    random.seed(1)
+    with lowtide.attach(model, recomputing(3)):
+        assert_equal(train(model, inputs), expected)
+
+
+class HandedOn(nn.Module):
+    """Hands the caller's generator on to its submodules, not by the name that torch gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DrawsFrom() for _ in range(5))
+
+    def forward(self, x, generator):
+        for k, block in enumerate(self.blocks):
+            x = block(x, generator) if k % 2 else block(x, source=generator)
+        return x
+
+
+class DrawsFrom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, source):
+        return torch.tanh(self.linear(x) * torch.rand(x.shape, generator=source))
+
+
+def test_a_generator_that_the_caller_hands_to_the_model():
+    def make() -> HandedOn:
+        torch.manual_seed(1)
+        return HandedOn()
+
+    def numbers(model: nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        for _ in range(3):
+            model(torch.ones(64, 16), generator).square().mean().backward()
+        return {**dict(gradients(model)), "state": generator.get_state()}
+
+    model, generator = make(), torch.Generator().manual_seed(7)
+    chain = lowtide.measure(model, (torch.ones(64, 16), generator))
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
+    schedule = recomputing(chain.num_stages)
+    with lowtide.attach(model, schedule, split=split_for(model, chain)):
+        assert_equal(numbers(model, generator), numbers(make(), torch.Generator().manual_seed(7)))

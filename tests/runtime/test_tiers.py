@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 from tests.runtime import models
+from tests.runtime.schedules import random_schedule
 from tests.runtime.test_living_with_others import SHAPE, offloading
 from tests.runtime.training import assert_equal, batches, train
+from torch import nn
 
 import lowtide
 from lowtide.runtime.arena import Arena, rounded
@@ -53,6 +55,38 @@ def test_views_of_one_storage_move_once_and_come_back_as_they_were():
         assert torch.equal(view.tensor(), value)
         assert view.tensor().stride() == before.stride()
     tier.close()
+
+
+class Spectral(nn.Module):
+    """Saves tensors that are marked as conjugated or negated, with other numbers in their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(models.WIDTH, models.WIDTH, dtype=torch.cfloat) / 4)
+
+    def forward(self, x):
+        y = x.conj() @ self.weight
+        z = torch.complex(y.real.tanh(), y.conj().imag)
+        return (z * x.conj() + y.conj().imag * y.abs()).conj()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_conjugated_tensors_come_back_conjugated(strict):
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Spectral() for _ in range(4)))
+
+    def numbers(model: nn.Module) -> list[torch.Tensor]:
+        x = torch.randn(6, models.WIDTH, dtype=torch.cfloat, generator=torch.Generator().manual_seed(1))
+        model(x).abs().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = numbers(make())
+    for schedule in (offloading(4), random_schedule(4, 3, moves=0.5)):
+        model = make()
+        with lowtide.attach(model, schedule, strict=strict) as plan:
+            assert all(map(torch.equal, numbers(model), expected))
+            assert plan.stats().moved_bytes_per_step > 0
 
 
 def test_what_is_too_small_to_be_worth_a_copy_stays():

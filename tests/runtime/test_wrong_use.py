@@ -191,6 +191,34 @@ def test_a_model_of_another_type_than_planned_for_is_refused(attached):
     model(tokens).sum().backward()
 
 
+def normalize_spectrally(model):
+    nn.utils.parametrizations.spectral_norm(model[1][0])
+
+
+def replace_a_layer(model):
+    model[1][0] = nn.Linear(WIDTH, WIDTH)
+
+
+def take_a_layer_away(model):
+    del model[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [(normalize_spectrally, "1.0.parametrizations"), (replace_a_layer, "1.0"), (take_a_layer_away, "3")],
+)
+def test_a_model_with_other_submodules_than_planned_for_is_refused(change, path):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    x = torch.ones(2, WIDTH)
+    chain = lowtide.measure(model, x)
+    plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
+    change(model)
+    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' is not what it was .*fit again"):
+        model(x)
+    plan.detach()
+    model(x).sum().backward()
+
+
 def test_a_tensor_that_goes_past_calls_is_told_without_a_loss_that_nobody_gave():
     class Holder:
         value = None

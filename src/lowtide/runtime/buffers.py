@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.attributes import StageAttributes
-from lowtide.runtime.exchange import Entry, exchanged
+from lowtide.runtime.exchange import ABSENT, Entry, exchanged
 from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import mentions
 
@@ -54,6 +54,10 @@ class Place(NamedTuple):
         """What stands there now."""
         return self.module._buffers.get(self.name)
 
+    def entry(self, tensor: torch.Tensor | None) -> Entry:
+        """What is to stand there."""
+        return self.module._buffers, self.name, tensor
+
     @property
     def may_be_statistic(self) -> bool:
         """Whether the module's output in training does not depend on this buffer."""
@@ -64,18 +68,30 @@ class Snapshot:
     """The buffers of a stage, and the plain attributes and the lists of its modules, before its first run.
 
     `statistics` are the places of BatchNorm modules in training; about the other places there are `stamps`, by place,
-    and, until the run has ended, `copies`.
+    the `tensors` that stood there, and, until the run has ended, `copies`. At the places in `empty` was None.
     """
 
-    __slots__ = ("attributes", "changed", "copies", "lists", "stamps", "statistics")
+    __slots__ = ("attributes", "changed", "copies", "empty", "lists", "stamps", "statistics", "tensors")
 
     def __init__(self) -> None:
         self.statistics: list[int] = []
         self.stamps: dict[int, Stamp] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
         self.copies: dict[int, torch.Tensor] = {}
+        self.empty: list[int] = []
         self.changed: list[int] = []
         self.attributes: list[Any] = []
         self.lists: Sequence[Found | None] = ()
+
+    def is_replaced(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether another tensor stands in a place by now."""
+        return self.tensors.get(index, tensor) is not tensor
+
+    def replaced(self, index: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that stood in a place where another one stands by now; None: it has changed, or is the same."""
+        former = self.tensors.get(index)
+        is_former = former is not None and former is not tensor and former._version == self.stamps[index][0]
+        return former if is_former else None
 
 
 class StageBuffers:
@@ -105,6 +121,7 @@ class StageBuffers:
         self._spare: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer, and what stands in for it
         found = {place.key: place for place in (*places_in(modules), *places_in(outside), *shared)}
         own = {id(module) for _, module in modules}
+        self._tables = [(module._buffers, frozenset(module._buffers)) for _, module in (*modules, *outside)]
         self._places = [
             place._replace(only_in_glue=key[0] not in own and not _is_named(place.name, modules))
             for key, place in found.items()
@@ -139,8 +156,12 @@ class StageBuffers:
                 noted = [*noted, *indices]
         for index in noted:
             tensor = self._places[index].tensor
-            if tensor is not None:
+            if tensor is None:
+                snapshot.empty.append(index)
+            else:
                 snapshot.stamps[index] = (tensor._version, self._counts[self._keys[index]])
+                if tensor.grad_fn is None:  # a graph would keep the step alive
+                    snapshot.tensors[index] = tensor
                 if self._known is None or index in self._known:
                     snapshot.copies[index] = tensor.detach().clone()
         return snapshot
@@ -150,8 +171,11 @@ class StageBuffers:
         if snapshot is None:
             return
         for index, stamp in snapshot.stamps.items():
-            copy = snapshot.copies.get(index)
-            if self._has_changed(index, stamp, copy):
+            copy, tensor = snapshot.copies.get(index), self._places[index].tensor
+            if tensor is not None and (
+                snapshot.is_replaced(index, tensor) or self._has_changed(index, tensor, stamp, copy)
+            ):
+                copy = snapshot.replaced(index, tensor) if copy is None else copy
                 snapshot.changed.append(index)
                 # Always counted: the version of a tensor that was put in its place may be the one before.
                 self._counts[self._keys[index]] += 1
@@ -159,10 +183,7 @@ class StageBuffers:
         snapshot.copies.clear()
         self._known = {*(self._known or ()), *snapshot.changed}
 
-    def _has_changed(self, index: int, stamp: Stamp, copy: torch.Tensor | None) -> bool:
-        tensor = self._places[index].tensor
-        if tensor is None:
-            return False
+    def _has_changed(self, index: int, tensor: torch.Tensor, stamp: Stamp, copy: torch.Tensor | None) -> bool:
         if tensor._version != stamp[0] or (self._known is not None and index in self._known):
             return True
         # Batch normalisation writes its statistics without counting a version: the first time, values are compared.
@@ -196,13 +217,17 @@ class StageBuffers:
         for index, stamp in snapshot.stamps.items():
             place, key = self._places[index], self._keys[index]
             tensor = place.tensor
-            if tensor is None or (tensor._version, self._counts[key]) == stamp:
+            if tensor is None:
+                continue
+            if (tensor._version, self._counts[key]) == stamp and not snapshot.is_replaced(index, tensor):
                 continue
             is_own = index in snapshot.changed
             is_strided = tensor.layout is torch.strided
             if place.only_in_glue and not is_own and is_strided and tensor.untyped_storage()._cdata not in read():
                 continue  # another stage's business
             copy = copies.get((key, stamp))
+            if copy is None:
+                copy = snapshot.replaced(index, tensor)
             if copy is None or not is_strided:
                 raise _lost(place, by_forward=(key, stamp) in copies)
             found[index] = copy
@@ -224,14 +249,15 @@ class StageBuffers:
         """
         if snapshot is None:
             return nullcontext()
-        attributes = self._attributes.changed_since(snapshot.attributes)
-        if not self._places and not attributes and not snapshot.lists:
+        entries = [*self._attributes.changed_since(snapshot.attributes), *self._registered_since()]
+        if not self._places and not entries and not snapshot.lists:
             return nullcontext()
-        return self._protected(snapshot, attributes, earlier)
+        entries += [self._places[index].entry(None) for index in snapshot.empty]
+        return self._protected(snapshot, entries, earlier)
 
     @contextmanager
     def _protected(
-        self, snapshot: Snapshot, attributes: list[Entry], earlier: Mapping[int, torch.Tensor]
+        self, snapshot: Snapshot, entries: list[Entry], earlier: Mapping[int, torch.Tensor]
     ) -> Iterator[None]:
         self._check_modes(snapshot.statistics)
         statistics, written = snapshot.statistics, [*earlier]
@@ -239,7 +265,7 @@ class StageBuffers:
             statistics, written = [], [*written, *statistics]
         with (
             exchanged(self._spares(statistics)),
-            exchanged(attributes),
+            exchanged(entries),
             self._lists.protected(snapshot.lists) if snapshot.lists else nullcontext(),
             self._put_back(written, earlier) if written else nullcontext(),
         ):
@@ -259,7 +285,7 @@ class StageBuffers:
         _write((now[index], tensor) for index, tensor in kept.items() if index not in earlier)
         # The block may put another tensor in a buffer's place: what stands there now is put back in any case.
         with (
-            exchanged([self._entry(index, others.get(index, tensor)) for index, tensor in tensors.items()]),
+            exchanged([self._places[index].entry(others.get(index, tensor)) for index, tensor in tensors.items()]),
             _unsafe_preserve_version_counter(tuple(kept.values())),  # whoever saved one finds it as it was
         ):
             _write((tensor, earlier[index]) for index, tensor in kept.items() if index in earlier)
@@ -268,8 +294,10 @@ class StageBuffers:
             finally:
                 _write((tensor, now[index]) for index, tensor in kept.items())
 
-    def _entry(self, index: int, tensor: torch.Tensor) -> Entry:
-        return self._places[index].module._buffers, self._places[index].name, tensor
+    def _registered_since(self) -> list[Entry]:
+        """What takes away the buffers that were registered since this was made: the first run may have done so."""
+        new = [(table, names) for table, names in self._tables if len(table) != len(names)]
+        return [(table, name, ABSENT) for table, names in new for name in table if name not in names]
 
     def _check_modes(self, statistics: Iterable[int]) -> None:
         for index in statistics:
@@ -300,13 +328,11 @@ class StageBuffers:
 
 
 def places_in(modules: Iterable[tuple[str, nn.Module]]) -> list[Place]:
-    """The buffers of modules given with their paths."""
-    return [
-        Place(module, name, f"{path}.{name}" if path else name)
-        for path, module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+    """The buffers of modules given with their paths; one that is None may be filled later, but for statistics."""
+    places = [
+        Place(module, name, f"{path}.{name}" if path else name) for path, module in modules for name in module._buffers
     ]
+    return [place for place in places if place.tensor is not None or not place.may_be_statistic]
 
 
 def is_buffer_of(model: nn.Module, tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, LowtideError, SampleError
+from lowtide.runtime.capture_operations import is_weight_cast, signature_of, written_by
 from lowtide.runtime.sample import Sample, tensors_in
 
 NEVER = -1
@@ -178,10 +179,10 @@ class _Watcher(TorchDispatchMode):
         kwargs = kwargs or {}
         self._clock += 1
         self._read((args, kwargs))
-        written = _written(func, args, kwargs)
-        self.observation.operations.append((self._clock, _signature(func, args, kwargs)))
+        written = written_by(func, args, kwargs)
+        self.observation.operations.append((self._clock, signature_of(func, args, kwargs)))
         out = func(*args, **kwargs)
-        role = "cast" if _is_weight_cast(func, args) else "made"
+        role = "cast" if is_weight_cast(func, args) else "made"
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 self._see(value, role)
@@ -209,6 +210,10 @@ class _Watcher(TorchDispatchMode):
         call.inputs = self._read(inputs, nested=True)
         self._look_for_caches(path, inputs)
         return call
+
+    def pass_by(self, path: str) -> None:
+        """A submodule is called where nothing can be cut; it counts among its calls."""
+        self._num_calls[path] = self._num_calls.get(path, 0) + 1
 
     def leave(self, call: Call, outputs: Any) -> None:
         """A submodule's call ends."""
@@ -287,48 +292,15 @@ class _Watcher(TorchDispatchMode):
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """A tensor's storage; those inside a wrapper such as DTensor."""
+    """A tensor's storage; those inside a wrapper such as DTensor, and inside those of torch.func's transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _storages(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation changes, by its own declaration."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [tensor for tensor in tree_iter(value) if isinstance(tensor, torch.Tensor)]
-    return found
-
-
-def _is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is a parameter's copy in another dtype: autocast makes and keeps them, and hands them out again."""
-    return (
-        func is torch.ops.aten._to_copy.default
-        and isinstance(args[0], torch.Tensor)
-        and args[0].is_leaf
-        and args[0].requires_grad
-    )
-
-
-def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """An operation and its arguments without their values: equal for equal work."""
-    parts = [str(func)]
-    for value in tree_iter((args, kwargs)):
-        if isinstance(value, torch.Tensor):
-            strides = value.stride() if value.layout is torch.strided else ()
-            parts.append(f"{tuple(value.shape)}{strides}{value.dtype}{value.requires_grad}")
-        elif value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.layout):
-            parts.append(repr(value))
-    return "|".join(parts)
 
 
 def is_opaque(module: nn.Module) -> bool:
@@ -383,6 +355,9 @@ def _patched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
 
 def _reporting(call: Callable[..., Any], path: str, opaque: bool, watcher: _Watcher) -> Callable[..., Any]:
     def reporting(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():  # in vmap, say: one call of many, on tensors that are none
+            watcher.pass_by(path)
+            return call(*args, **kwargs)
         record = watcher.enter(path, opaque, (args, kwargs))
         output = call(*args, **kwargs)
         watcher.leave(record, output)

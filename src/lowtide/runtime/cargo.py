@@ -52,7 +52,7 @@ class Box:
 class View:
     """A tensor as a view of a box."""
 
-    __slots__ = ("box", "dtype", "offset", "size", "stride")
+    __slots__ = ("box", "dtype", "is_conj", "is_neg", "offset", "size", "stride")
 
     def __init__(self, box: Box | None, tensor: torch.Tensor) -> None:
         self.box = box
@@ -60,6 +60,9 @@ class View:
         self.size = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
+        # What the memory holds is not yet what the tensor holds: `conj()`, and `imag` of that, are views with a mark.
+        self.is_conj = tensor.is_conj()
+        self.is_neg = tensor.is_neg()
 
     def tensor(self) -> torch.Tensor:
         """The tensor; its storage is on the device."""
@@ -70,7 +73,10 @@ class View:
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The same view of another storage of the same size."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        view = empty.set_(storage, self.offset, self.size, self.stride)
+        if self.is_conj:
+            view = view.conj()
+        return torch._neg_view(view) if self.is_neg else view
 
 
 class Cargo:

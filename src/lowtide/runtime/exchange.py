@@ -7,7 +7,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 Entry = tuple[dict[str, Any], str, Any]
-"""A module's parameters, buffers or attributes, a name among them, and a value."""
+"""A module's parameters, buffers or attributes, a name among them, and a value; `ABSENT`: there is no such name."""
+
+
+class ABSENT:
+    """Stands for the value of a name that is not there."""
+
+
+def put(entry: Entry) -> None:
+    """Put a value in its place."""
+    table, name, value = entry
+    if value is ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def exchanged(entries: Sequence[Entry]) -> AbstractContextManager[None]:
@@ -31,14 +44,14 @@ def registered_again(entries: Iterable[Entry]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _exchanged(entries: Sequence[Entry]) -> Iterator[None]:
-    present = [(table, name, table.get(name)) for table, name, _ in entries]
+    present = [(table, name, table.get(name, ABSENT)) for table, name, _ in entries]
     try:
-        for table, name, value in entries:
-            table[name] = value
+        for entry in entries:
+            put(entry)
         yield
     finally:
-        for table, name, value in present:
-            table[name] = value
+        for entry in present:
+            put(entry)
 
 
 def _is_shard(parameter: Any) -> bool:

@@ -40,7 +40,8 @@ class ExecutedForward(StagedForward):
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
         try:
-            result = super().run(plain, args, kwargs)
+            with self.machine.noticing_draws(self.step):
+                result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
             if self._sorter is not None:
@@ -104,7 +105,7 @@ class ExecutedForward(StagedForward):
             run.random = self.machine.random_start(k, self._before, sets_generators=sets_generators)
             run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
         run.snapshot = self._snapshot
-        buffers = self.machine.buffers_of(k)
+        run.buffers = buffers = self.machine.buffers_of(k)
         buffers.after(run.snapshot, self.step.copies)
         if run.fingerprints is not None:
             run.fingerprints.finish(buffers.written(run.snapshot))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.buffers import Copies, Snapshot
+from lowtide.runtime.buffers import Copies, Snapshot, StageBuffers
 from lowtide.runtime.exchange import Entry, registered_again
 from lowtide.runtime.machine import Machine
 from lowtide.runtime.program import Mode
@@ -51,6 +51,7 @@ class StageRun:
     """What a step knows of one stage's first run."""
 
     __slots__ = (
+        "buffers",
         "fingerprints",
         "parameters",
         "placeholders",
@@ -67,6 +68,7 @@ class StageRun:
         self.placeholders = Placeholders(stage, name)
         self.tape: Tape | None = None
         self.random: State | None = None
+        self.buffers: StageBuffers | None = None
         self.snapshot: Snapshot | None = None
         self.parameters: list[nn.Parameter] = []
         self.versions: list[int] = []
@@ -91,6 +93,7 @@ class Step:
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
+        self.draws_unnoticed = False  # from Python's or numpy's generator, and no step before has
         self._lock = threading.RLock()
         self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
         self._task = -1
@@ -335,7 +338,10 @@ class Step:
         run = self.runs[k]
         assert run.tape is not None
         assert run.random is not None
-        buffers = self.machine.buffers_of(k)
+        if self.draws_unnoticed:
+            raise self.machine.unknown_numbers(k)
+        buffers = run.buffers
+        assert buffers is not None
         earlier = buffers.earlier(run.snapshot, self.copies, partial(_storages_read, run.tape, inputs))
         if earlier:
             pack = _copying(pack, buffers.rewritten(earlier))

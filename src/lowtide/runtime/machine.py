@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from lowtide.runtime.rng import Generators, GeneratorWatch, State
 from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
 from lowtide.runtime.variants import StageVariants
+
+if TYPE_CHECKING:
+    from lowtide.runtime.executor import Step
 
 
 class Counters:
@@ -71,10 +75,13 @@ class Machine:
         self.repeated: set[int] = set()
         """The stages that have run again at least once."""
         self._lock = threading.RLock()
-        self._draws_others: dict[int, bool] = {}
+        self._draws_others = False  # whether a generator that is not torch's was seen to be drawn from
+        self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
         self._setting: set[int] = set()  # the stages in which code between calls sets a generator
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
+        self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffer_names: list[str] = []
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         self._buffers: dict[int, StageBuffers] = {}
@@ -85,10 +92,16 @@ class Machine:
     # The model, by stage
 
     def refresh(self) -> None:
-        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them)."""
-        first = next(self.model.parameters(), None)
+        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them), and at
+        its buffers where it has others: some are registered by the first forward that needs them.
+        """
+        first, names = next(self.model.parameters(), None), list(chain.from_iterable(self._buffer_tables))
         if self._parameters and first is self._first_parameter:
+            if names != self._buffer_names:
+                self._buffer_names = names
+                self._find_buffers()
             return
+        self._buffer_names = names
         self._first_parameter = first
         self._storages.clear()
         for k, modules in self._modules.items():
@@ -98,7 +111,10 @@ class Machine:
         self._find_buffers()
 
     def _find_buffers(self) -> None:
-        """Those that each stage may read or change; of a stage that never runs again, those that others read."""
+        """Those that each stage may read or change; of a stage that never runs again, those that others read.
+
+        Steps under way keep to those that their forward has found.
+        """
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
         of_units = {place.key: place for modules in inside.values() for place in places_in(modules)}
         named = [place for place in of_units.values() if any(names(each, place.name) for _, each in self._outside)]
@@ -173,26 +189,52 @@ class Machine:
     # Random numbers
 
     def probes_all_generators(self, k: int) -> bool:
-        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used."""
-        return k in self._setting or self._draws_others.get(k, True)
+        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used.
+
+        Once one stage has drawn from them, all are looked at: another may do so in some steps only.
+        """
+        return self._draws_others or k not in self._probed
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
-        return GeneratorWatch(self.generators) if k in self._setting or k not in self._draws_others else None
+        return GeneratorWatch(self.generators) if k in self._setting or k not in self._probed else None
 
     def random_start(self, k: int, before: State, *, sets_generators: bool) -> State:
         """The state from which stage k starts when it runs again.
 
         Also where the generators are afterwards as they were before: a submodule that draws may put them back itself.
         """
+        self._probed.add(k)
         if sets_generators:
             self._setting.add(k)
-            self._draws_others[k] = True
-        elif before.others is not None:
-            self._draws_others[k] = self.generators.others_drawn_since(before)
-            if not self._draws_others[k]:
+            self._draws_others = True
+        elif before.others is not None and not self._draws_others:
+            self._draws_others = self.generators.others_drawn_since(before)
+            if not self._draws_others:
                 before.others = None
         return before
+
+    @contextmanager
+    def noticing_draws(self, step: Step) -> Iterator[None]:
+        """Run a forward, and notice where it draws from Python's or numpy's generator while nobody looks at them.
+
+        In the first forward each stage is looked at: what is seen then is that a stage draws that never runs again.
+        """
+        if self._draws_others or not self.program.taped:
+            yield
+            return
+        is_first, before = not self.program.taped <= self._probed, self.generators.others()
+        yield
+        if not self._draws_others and self.generators.have_moved(before):
+            self._draws_others = True
+            step.draws_unnoticed = not is_first
+
+    def unknown_numbers(self, k: int) -> ExecutionError:
+        """Why stage k of such a step cannot be run again."""
+        return ExecutionError(
+            f"stage {self.stage_name(k)!r} cannot be run again: this step's forward draws from Python's or numpy's "
+            "generator, and none before did; run the step once more"
+        )
 
     # Threads
 

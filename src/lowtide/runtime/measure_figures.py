@@ -204,7 +204,9 @@ class Measurer:
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
         staged, saved = self._staged, list[Saved]()
-        with nothing_saved(saved), self._lists.protected(self._lists.before()):
+        # Under a meter, as the first run was: some functions (ctc_loss) save other tensors while they are watched.
+        metered = Meter(self._device, search=False)
+        with metered, nothing_saved(saved), self._lists.protected(self._lists.before()):
             outputs = staged.run(k, staged.leaves(k, inputs))
             if k == staged.num_stages:
                 staged.check_target(staged.finish(outputs)[1])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.exchange import put
 from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import names
 from lowtide.runtime.split import Split
@@ -123,6 +124,6 @@ class RecordedState:
             if place.changes:
                 place.put_back(k)
         attributes, lists = self._values[k]
-        for table, name, value in self._attributes[k - 1].changed_since(attributes):
-            table[name] = value
+        for entry in self._attributes[k - 1].changed_since(attributes):
+            put(entry)
         self._lists[k - 1].put_back(lists)

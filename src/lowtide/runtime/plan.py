@@ -24,7 +24,7 @@ from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import ModelSite, attached_site
 from lowtide.runtime.plan_text import plan_text, stats_text
-from lowtide.runtime.signature import Signature, fingerprint, trained_of, trains_no_more
+from lowtide.runtime.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
 from lowtide.runtime.split import Split
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
@@ -92,7 +92,6 @@ class Part:
 
 
 _dtype = attrgetter("dtype")
-_FIT_AGAIN = "detach the plan (plan.detach()) and fit again"
 
 Handler = Callable[..., Any]
 Replan = Callable[[tuple[Any, ...], dict[str, Any], Handler], Part]
@@ -132,6 +131,7 @@ class Plan:
         self._others: OrderedDict[Signature, Part] = OrderedDict()
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_dtype, self._parameters))
+        self._structure = Structure(model)
         self._part.execution.install()
         self._attached = True
 
@@ -301,18 +301,19 @@ class Plan:
         return part.execution.call(plain, args, kwargs, with_variants=checked)
 
     def _check_parameters(self) -> None:
-        """Refuse a model that was moved, or whose parameters have other types: nothing measured holds for it."""
+        """Refuse a model that was moved, or has other parts: nothing measured holds for it."""
         device = self._part.execution.machine.device
         if self._parameters and self._parameters[0].device != device:
             raise PlanError(
-                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {_FIT_AGAIN}"
+                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {FIT_AGAIN}"
             )
+        self._structure.check(self.model)
         now = list(map(_dtype, self._parameters))
         if now == self._dtypes:
             return
         names = [name for name, _ in self.model.named_parameters()]
         name, then, dtype = next(entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2])
-        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {_FIT_AGAIN}")
+        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {FIT_AGAIN}")
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call; one that trains no more than was planned for counts as that."""

@@ -46,9 +46,12 @@ class Sample:
         return Sample(self.args, {**keywords, **self.kwargs})
 
     def call(self, model: torch.nn.Module) -> Any:
-        """Call the model, with containers of its own each time: some models take out of them what they are given."""
+        """Call the model, with containers of its own each time: some models take out of them what they are given.
+
+        Generators are copies, too: the caller's own are to give the training loop what they would have given it.
+        """
         args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
-        return model(*args, **kwargs)
+        return model(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
 
     def __str__(self) -> str:
         named = [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
@@ -57,6 +60,11 @@ class Sample:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors in it."""
         return list(tensors_in((self.args, self.kwargs)))
+
+
+def _own(value: Any) -> Any:
+    """A generator of its own in the same state; anything else as it is."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def _described(value: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, le
+from itertools import chain
+from operator import attrgetter, is_, le
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from lowtide.errors import PlanError
 from lowtide.runtime.containers import tensors_of
 
 _requires_grad = attrgetter("requires_grad")
+
+FIT_AGAIN = "detach the plan (plan.detach()) and fit again"
 
 TensorForm = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -85,6 +88,33 @@ def trains_no_more(trained: bytes, planned: bytes) -> bool:
     if trained == planned or not planned or not trained:
         return True
     return len(trained) == len(planned) and all(map(le, trained, planned))
+
+
+class Structure:
+    """The submodules of a model at one moment; quickly compared, since that is done at each call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        self._paths = list(modules)
+        self._tables = [module._modules for module in modules.values()]
+        self._then = self._now()
+
+    def _now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that has other submodules by now.
+
+        Raises:
+            PlanError: with the path of one that was added, replaced or taken away.
+        """
+        now = self._now()
+        if len(now) == len(self._then) and all(map(is_, now, self._then)):
+            return
+        known, modules = {id(module) for module in self._then}, dict(model.named_modules())
+        new = (path for path, module in modules.items() if path and id(module) not in known)
+        path = next(new, None) or next((path for path in self._paths if path not in modules), "")
+        raise PlanError(f"submodule {path!r} is not what it was when the plan was made; {FIT_AGAIN}")
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:

@@ -210,6 +210,8 @@ class StagedForward:
 
     def _call_function(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One custom autograd function; between units it is one call of the stage."""
+        if torch._C._are_functorch_transforms_active():
+            return self.pass_by(call, args, kwargs)
         between = self.tracking and any(mode is self._mode for mode in _get_current_function_mode_stack())
         if not between:  # inside a unit, or inside a function of torch that is followed as a whole
             return call(*args, **kwargs)
@@ -218,6 +220,16 @@ class StagedForward:
             return self.invoke(name, call, args, kwargs)
         finally:
             self._resume_mode()
+
+    def pass_by(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside a transform of torch.func, of which the tape is shown tensors that are none by themselves.
+
+        What comes out of the transform is held as it is, which is right where no gradient flows through it (masks).
+        """
+        result = call(*args, **kwargs)
+        if self.tape is not None and any(is_differentiable(tensor) for tensor in tensors_of(result)):
+            self.tape.refuse_transform()
+        return result
 
     def _out_of_order(self, site: UnitSite, occurrence: int) -> ExecutionError:
         expected = "nothing more"
@@ -258,6 +270,15 @@ class StagedForward:
             _push_on_torch_function_stack(above.pop())
 
 
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether gradients flow through a tensor, or through what a transform of torch.func has wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 _ADVICE = "detach the plan and fit again, or merge the stages whose order varies"
 
 
@@ -272,6 +293,8 @@ class GlueMode(TorchFunctionMode):
         forward = self.forward
         if forward is None or not forward.tracking:
             return func(*args, **(kwargs or {}))
+        if torch._C._are_functorch_transforms_active():
+            return forward.pass_by(func, args, kwargs or {})
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             # The iterator hides its tensors; these are the ones that it would give.
             return iter(forward.invoke("unbind", torch.Tensor.unbind, (args[0], 0), {}))

@@ -63,5 +63,5 @@ def noting(sink: Sink | None, fingerprints: Fingerprints) -> Sink:
 def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.untyped_storage()._cdata in ignored:
         return None
-    data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes())

@@ -108,8 +108,8 @@ class Call:
         self.dead: list[int] = []
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
-        self.drawn_from: tuple[torch.Generator, torch.Tensor] | None = None
-        """The generator that was handed to the call, and its state."""
+        self.drawn_from: list[tuple[torch.Generator, torch.Tensor]] = []
+        """The generators that were handed to the call, and their states."""
 
 
 class Tape:
@@ -172,8 +172,8 @@ class Tape:
         """Run a call and put it on the tape."""
         training = module is not None and module.training
         surroundings, kernels = Surroundings.now(), Kernels.now()
-        generator = kwargs.get("generator") if kwargs else None
-        drawn_from = (generator, generator.get_state()) if isinstance(generator, torch.Generator) else None
+        handed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        drawn_from = [(generator, generator.get_state()) for generator in handed]
         if self._watch is not None:
             self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
@@ -252,6 +252,13 @@ class Tape:
             "make it one stage with the one before, or work on a copy"
         )
 
+    def refuse_transform(self) -> None:
+        """The stage differentiates through a transform of torch.func between its calls, which no tape can repeat."""
+        self.refusal = (
+            f"stage {self.name!r} uses a transform of torch.func (vmap, jvp) between its submodules, so it cannot be "
+            "run again; do that inside a submodule"
+        )
+
     def end(self) -> None:
         """The stage has ended; what follows belongs to the next one."""
         if self._watch is not None:
@@ -306,7 +313,7 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
-        handed = [entry.drawn_from[0] for entry in self.calls if entry.drawn_from is not None]
+        handed = [generator for entry in self.calls for generator, _ in entry.drawn_from]
         with _left_as_they_are(handed) if handed else nullcontext():
             for entry in self.calls:
                 self._run_call(entry, values)
@@ -331,8 +338,8 @@ class Tape:
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
         if entry.random is not None and self._watch is not None:
             self._watch.generators.set(entry.random)
-        if entry.drawn_from is not None:
-            entry.drawn_from[0].set_state(entry.drawn_from[1])
+        for generator, state in entry.drawn_from:
+            generator.set_state(state)
         if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
             result = entry.call(*args, **kwargs)
         else:

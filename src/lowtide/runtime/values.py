@@ -245,7 +245,11 @@ class Sorter:
         return _Part(box, tensor, number, unchanged=version_of(tensor) == version)
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by a transform of torch.func
+
+
 def is_movable(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory that can be copied as bytes and put together again."""
     kind = type(tensor)
-    return (kind is torch.Tensor or kind is torch.nn.Parameter) and tensor.layout is torch.strided
+    is_plain = (kind is torch.Tensor or kind is torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_plain and not _is_wrapped(tensor) and not tensor._is_zerotensor()  # zeros of jvp have no memory
