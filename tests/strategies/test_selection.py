@@ -31,11 +31,12 @@ def random_chain(rng, n, *, plain=False):
                 output_bytes=output,
                 saved_bytes=output + size(0.7),
                 grad_bytes=output if plain or rng.random() < 0.5 else rng.randint(0, top),
-                forward_extra_bytes=size(0.4),
+                forward_extra_bytes=(extra := size(0.4)),
                 backward_extra_bytes=size(0.4),
                 weight_bytes=size(0.4),
                 weight_grad_bytes=size(0.4),
                 optimizer_bytes=size(0.2),
+                saving_extra_bytes=rng.randint(0, extra) if extra else 0,
             )
         )
     resident = not plain and rng.random() < 0.2
