@@ -136,7 +136,7 @@ def _refuse_what_cannot_work(observation: Observation) -> None:
     if observation.opaque:
         raise CaptureError(
             f"no tensor is seen in the model's result, or in what loss= makes of it ({observation.opaque}); return "
-            "tensors, or tuples, lists, dicts or dataclasses of them"
+            "tensors from which gradients flow, or tuples, lists, dicts or dataclasses of them"
         )
     if not observation.trains:
         raise CaptureError(

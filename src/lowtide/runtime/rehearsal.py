@@ -168,8 +168,16 @@ def _state_to_come(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]
 
 def _carried_bytes(model: nn.Module) -> int:
     """What modules carry from one step to the next in attributes and buffers: hidden states, memories."""
-    kept = [value for module in model.modules() for name, value in vars(module).items() if name != "_parameters"]
-    return sum(storage.nbytes() for storage in storages_of(kept).values())
+    pending = [value for module in model.modules() for name, value in vars(module).items() if name != "_parameters"]
+    storages, seen = dict[int, torch.UntypedStorage](), set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            storages.update(storages_of(value))
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
+            seen.add(id(value))
+            pending += value.values() if isinstance(value, dict) else value
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _gradient_bytes(model: nn.Module) -> int:
