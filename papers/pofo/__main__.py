@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from benchmarks import harness
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -99,13 +101,24 @@ def _merged(kept: list[Point], points: list[Point]) -> list[Point]:
 def write(folder: Path, setting: Setting, points: list[Point]) -> list[str]:
     """Write figures, JSON and tables of one setting; returns the lines of the tables."""
     found = findings(points)
+    facts = harness.machine_facts(torch.device("cpu"))
     values = {
+        "facts": facts,
         "setting": {"title": setting.title, "time_scale": setting.time_scale, "bandwidth": setting.bandwidth},
         "conclusions": [finding.to_dict() for finding in found],
         "points": [point.to_dict() for point in points],
     }
     (folder / f"{setting.name}.json").write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-    lines = [f"# {setting.title}", "", "## The paper's conclusions", "", *finding_lines(found), ""]
+    lines = [
+        f"# {setting.title}",
+        "",
+        f"Simulated on {harness.heading(facts)}",
+        "",
+        "## The paper's conclusions",
+        "",
+        *finding_lines(found),
+        "",
+    ]
     for figure in (2, 3):
         draw(folder / f"{setting.name}-figure-{figure}.svg", points, figure, figure_title(setting, figure))
         lines += [f"## Figure {figure}: overhead over plain training, in percent", "", *point_lines(points, figure), ""]

@@ -1,18 +1,20 @@
 """Table 1 and figure 4 of the weights paper: run, compare with what is printed, write table, plot and JSON.
 
-    python -m papers.weights
+    python -m papers.weights                    # a few minutes, most of them for the bounds
+    python -m papers.weights --tiny             # one row of each, in seconds; written elsewhere
 
-Writes results.json, results.md and figure-4.png beside this file; takes a few minutes, most of them for the bounds.
+Writes weights.json, .md and .png (figure 4), with the machine, the versions and the date.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from benchmarks import harness
 from rich.console import Console
 from rich.progress import Progress
 
@@ -23,7 +25,7 @@ from lowtide.strategies.improve_weights import improve, is_close
 from papers.weights import instances
 from papers.weights.instances import BANDWIDTHS, FIGURE_4, GIGABYTE_A_SECOND, TABLE_1, Row
 
-HERE = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 BOUND_SECONDS = 20.0
 STRATEGIES = {"greedy": "weights-greedy", "nodiscount": "weights-greedy-nodiscount", "l2l": "weights-l2l"}
 
@@ -67,7 +69,9 @@ def table_1_lines(results: list[dict[str, Any]]) -> list[str]:
         "| row | limit (GiB) | sum of u | bound | greedy | (paper) | Greedy* | (paper) | L2L | (paper) | above bound |",
         "| --- |" + " --: |" * 10,
     ]
-    for row, ours in zip(TABLE_1, results, strict=True):
+    rows = {row.name: row for row in TABLE_1}
+    for ours in results:
+        row = rows[ours["name"]]
         cells = [f"{row.memory_budget / 2**30:.1f}", f"{row.compute}", f"{ours['bound']:.0f}"]
         for name, printed in (("greedy", row.greedy), ("nodiscount", row.nodiscount), ("l2l", row.l2l)):
             cells += [f"{ours[name]:.0f}", f"{printed}"]
@@ -89,32 +93,37 @@ def figure_4_lines(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def draw_figure_4(results: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(FIGURE_4), figsize=(11, 4.2), sharex=True)
+def draw_figure_4(plt: Any, results: list[dict[str, Any]]) -> Any:
+    """A panel for each network: the periods against the bandwidth."""
     shown = (("bound", "k--"), ("improved", "C2-s"), ("greedy", "C0-o"), ("nodiscount", "C1-^"), ("l2l", "C3-v"))
-    for panel, row in zip(panels, FIGURE_4, strict=True):
-        own = [ours for ours in results if ours["name"] == row.name]
+    names = list(dict.fromkeys(ours["name"] for ours in results))
+    figure, panel_of = harness.panels(plt, names, columns=2, size=(5.5, 4.2))
+    for title, panel in panel_of.items():
+        own = [ours for ours in results if ours["name"] == title]
         for name, style in shown:
             seconds = [ours[name] / 1e3 for ours in own]
             panel.plot([ours["bandwidth"] for ours in own], seconds, style, label=name, markersize=4)
-        panel.set(title=row.name, xlabel="bandwidth (GB/s)", ylabel="period (s)", xscale="log", yscale="log")
+        panel.set(title=title, xlabel="bandwidth (GB/s)", ylabel="period (s)", xscale="log", yscale="log")
         panel.legend()
-    figure.tight_layout()
-    figure.savefig(HERE / "figure-4.png", dpi=120)
+    return figure
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     """Run everything and write the results."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m papers.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    figure_jobs = [(row, bandwidth) for row in FIGURE_4 for bandwidth in BANDWIDTHS]
-    jobs = [(row, 12.0) for row in TABLE_1] + figure_jobs
+    )
+    parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
+    parser.add_argument("--tiny", action="store_true", help="one row of each, to see that it works")
+    arguments = parser.parse_args(given)
+    part = slice(-1, None) if arguments.tiny else slice(None)
+    table = [(row, 12.0) for row in TABLE_1[part]]
+    figure = [(row, bandwidth) for row in FIGURE_4[part] for bandwidth in BANDWIDTHS[part]]
+    results = _run([*table, *figure])
+    write(harness.output_folder(arguments, RESULTS), results[: len(table)], results[len(table) :])
+
+
+def _run(jobs: Sequence[tuple[Row, float]]) -> list[dict[str, Any]]:
     results = []
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("weights", total=len(jobs))
@@ -122,13 +131,18 @@ def main() -> None:
             progress.update(task, description=f"{row.name}, {bandwidth:g} GB/s")
             results.append(durations(row, bandwidth))
             progress.advance(task)
-    table, figure = results[: len(TABLE_1)], results[len(TABLE_1) :]
-    values = {"assumptions": instances.__doc__, "table_1": table, "figure_4": figure}
-    (HERE / "results.json").write_text(json.dumps(values, indent=1) + "\n")
-    lines = ["# Table 1, in ms", "", *table_1_lines(table), "", "# Figure 4, in ms", "", *figure_4_lines(figure), ""]
-    (HERE / "results.md").write_text("\n".join(lines))
-    draw_figure_4(figure)
-    sys.stdout.write("\n".join(lines))
+    return results
+
+
+def write(folder: Path, table: list[dict[str, Any]], figure: list[dict[str, Any]]) -> None:
+    """Table, picture and JSON."""
+    facts = harness.machine_facts(torch.device("cpu"))
+    values = {"facts": facts, "assumptions": instances.__doc__, "table_1": table, "figure_4": figure}
+    lines = ["# Weight offloading, simulated", "", harness.heading(facts), "", "## Table 1, in ms", ""]
+    lines += [*table_1_lines(table), "", "## Figure 4, in ms", "", *figure_4_lines(figure)]
+    harness.write_results(folder, "weights", values, lines, lambda plt: draw_figure_4(plt, figure))
+    print("\n".join(lines))
+    print(f"written to {harness.written_files(folder, 'weights')}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def as_the_paper_says() -> list[Point]:
 def test_quick_figures_of_a_measured_chain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(EXAMPLE), "--quick", "--setting", "h200", "--output", str(tmp_path)])
     values = json.loads((tmp_path / "h200.json").read_text())
+    assert {"machine", "torch", "lowtide", "date", "command"} <= set(values["facts"])
     assert {entry["figure"] for entry in values["points"]} == {2, 3}
     assert all(set(entry["seconds"]) == set(ALGORITHMS) for entry in values["points"])
     assert (tmp_path / "h200.md").read_text() == capsys.readouterr().out
