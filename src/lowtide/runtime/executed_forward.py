@@ -27,6 +27,8 @@ from lowtide.runtime.values import Activation, Sorter
 class ExecutedForward(StagedForward):
     """The model's own forward under a schedule."""
 
+    may_skip = True
+
     def __init__(self, machine: Machine, step: Step) -> None:
         super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
         self.machine = machine

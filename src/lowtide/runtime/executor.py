@@ -112,7 +112,7 @@ class Step:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
-            if k > 1:
+            if k > 1 and tape.calls:  # else the model has left it out
                 self.machine.reads[k - 1] = (self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
                 source.keep_only(tape.inputs)

@@ -88,6 +88,10 @@ class StagedForward:
         watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
     """
 
+    may_skip = False
+    """Whether the model may leave units out. What it does is recorded anew in each call, so that a stage may have less
+    to do than others of its calls, or nothing at all; what comes after it then reads what was made before it."""
+
     def __init__(
         self,
         layout: Layout,
@@ -172,7 +176,10 @@ class StagedForward:
         finally:
             if self._mode is not None:
                 self._mode.forward = None
-        if self._next != len(self.layout.units):
+        if self._next != len(self.layout.units) and self.may_skip:
+            while self.stage < self.layout.num_stages:
+                self._cross()
+        elif self._next != len(self.layout.units):
             path, occurrence = self.layout.units[self._next]
             raise ExecutionError(
                 f"the model's forward ended before it called {path!r} (call {occurrence}), with which stage "
@@ -191,13 +198,13 @@ class StagedForward:
         position = None if self._inside_unit else site.positions.get(occurrence)
         if position is None:
             return site.plain(*args, **kwargs)
-        if position != self._next:
+        if position != self._next and (position < self._next or not self.may_skip):
             raise self._out_of_order(site, occurrence)
-        self._next += 1
+        self._next = position + 1
         self._inside_unit = True
         self._suspend_mode()  # for what is done between stages, too
         try:
-            if self.layout.stage_at[position] != self.stage:
+            while self.layout.stage_at[position] != self.stage:
                 self._cross()
             result = self.invoke(site.path, site.plain, args, kwargs, site.module)
             if self.layout.ends_stage[position]:
