@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from tests.runtime.schedules import random_schedule
@@ -15,7 +16,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.capture import capture
 from lowtide.runtime.executor import Step
-from lowtide.runtime.meter import no_collection
+from lowtide.runtime.meter import Meter, no_collection
 
 SHAPE = (512, 64)
 
@@ -225,6 +226,57 @@ def test_attributes_that_are_no_buffers_change_once_a_step(way):
         assert kept_by(model) == kept_by(plain)
 
 
+class InPlace(Unregistered):
+    """Changes what it keeps in place, or makes it late."""
+
+    def averaged(self, y):
+        self.average.mul_(0.9).add_(y.detach().mean(0))
+        return 1 + self.average
+
+    def made_first(self, y):
+        if self.carried is None:
+            self.carried = y.detach().mean(0)
+        else:
+            self.carried.lerp_(y.detach().mean(0), 0.1)
+        return 1 + self.carried
+
+    def made_late(self, y):
+        self.pair = (self.pair[0] + 1, 1.0)
+        if self.pair[0] < 4:
+            return 1
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return 1 / self.num_calls
+
+    def as_numpy_counts(self, y):
+        self.carried = numpy.float64(1) if self.carried is None else self.carried * 0.5
+        return float(self.carried)
+
+
+@pytest.mark.parametrize("way", ["averaged", "made_first", "made_late", "as_numpy_counts"])
+def test_attributes_that_are_changed_in_place_or_made_late_change_once_a_step(way):
+    inputs, plain = batches((8, 16), 6), stack(lambda: InPlace(way), 5)
+    expected = train(plain, inputs)
+    for schedule in (recomputing(5), random_schedule(5, 2, drops=0.8)):
+        model = stack(lambda: InPlace(way), 5)
+        with lowtide.attach(model, schedule):
+            assert_equal(train(model, inputs), expected)
+        assert kept_by(model) == kept_by(plain)
+
+
+def test_a_tensor_that_the_training_loop_changes_in_place_before_backward_is_told():
+    model, x = stack(lambda: Unregistered("averaged"), 5), batches((8, 16), 1)[0]
+    with lowtide.attach(model, recomputing(5)):
+        for block in model:
+            block.average = torch.zeros(16)
+        loss, average = model(x).sum(), model[1].average
+        average += 1  # which the stage has made, and does not read
+        loss.backward()
+        loss = model(x).sum()
+        average += 1  # which it has read
+        with pytest.raises(lowtide.ExecutionError, match="'average' was changed in place"):
+            loss.backward()
+
+
 @pytest.mark.parametrize("kind", ["buffer", "tensor", "tuple", "dict"])
 def test_what_the_training_loop_replaces_before_backward_is_as_the_forward_found_it(kind):
     def numbers(model: nn.Module) -> list[torch.Tensor]:
@@ -294,3 +346,30 @@ def test_steps_that_are_dropped_are_let_go_where_attributes_have_graphs():
         assert num_steps() > before
         model.penalty = torch.zeros(())
         assert num_steps() == before
+
+
+class Remembering(nn.Module):
+    """Puts another tensor in its buffer's place at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("memory", torch.zeros(1000, 16))
+
+    def forward(self, x):
+        result = torch.tanh(self.linear(x)) * (1 + self.memory.mean(0))
+        self.memory = result.detach().mean(0).expand(1000, 16).clone()
+        return result
+
+
+def test_a_buffer_that_is_replaced_is_held_once_beside_the_new_one():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Remembering() for _ in range(4))), torch.ones(2, 16)
+    with lowtide.attach(model, recomputing(4)), Meter("cpu") as meter:
+        for _ in range(3):
+            before_bytes = meter.live_bytes
+            loss = model(x).sum()
+            more_bytes = meter.live_bytes - before_bytes
+            loss.backward()
+            del loss
+    assert more_bytes / model[0].memory.nbytes == pytest.approx(3, abs=0.1)  # of the three blocks that run again

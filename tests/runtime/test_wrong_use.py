@@ -219,6 +219,35 @@ def test_a_model_with_other_submodules_than_planned_for_is_refused(change, path)
     model(x).sum().backward()
 
 
+class Naming(nn.Module):
+    """Gives the block that runs a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.active = self.blocks[0]
+
+    def forward(self, x):
+        for block in self.blocks:
+            self.active = block
+            x = torch.tanh(self.active(x))
+        return x
+
+
+def test_another_name_for_a_submodule_is_no_other_submodule():
+    model, x = Naming(), torch.ones(2, WIDTH)
+    chain = lowtide.measure(model, x)
+    with lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB")) as plan:
+        for _ in range(2):
+            model(x).sum().backward()
+        model.active = model.blocks[1]
+        model(x).sum().backward()
+        assert plan.stats().num_steps == 3
+        model.blocks[1] = nn.Linear(WIDTH, WIDTH)  # which the other name still knows
+        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' is not what it was"):
+            model(x)
+
+
 def test_a_tensor_that_goes_past_calls_is_told_without_a_loss_that_nobody_gave():
     class Holder:
         value = None

@@ -7,14 +7,16 @@ repeated runs, too, would reach the end of a warm-up too early, and an average w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from operator import is_
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
+from lowtide.errors import ExecutionError
 from lowtide.runtime.exchange import ABSENT, Entry
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
@@ -22,8 +24,11 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 # What every module has: modes, whose switch is refused elsewhere, hooks, parameters, buffers and modules.
 _NOT_OURS = frozenset(vars(nn.Module()))
 
-# In how many forwards a stage looks for attributes: the first one may make some.
+# In how many forwards a stage looks for attributes in any case: the first one may make some.
 _NUM_LOOKS = 2
+
+# Tensors with more bytes are copied only once they are known to change in place.
+_MOST_COPIED_BYTES = 2**24
 
 # Dicts with more entries are not looked into: vocabularies, not settings.
 _MOST_ENTRIES = 100
@@ -35,54 +40,168 @@ class _Other:
 
 Place = tuple[dict[str, Any], str]
 
+Copies = dict[tuple[tuple[int, str], tuple[int, int]], torch.Tensor | None]
+"""What tensors held before a stage of one forward changed them in place; None: nobody knew that it would."""
+
+Reads = Callable[[], set[int]]
+
+
+class Noted:
+    """The attributes of a stage before its first run: `values`, and `versions` of the tensors among them, by place.
+
+    Until the run has ended there are also `copies` of tensors that may change in place.
+    """
+
+    __slots__ = ("copies", "values", "versions")
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self.versions = {index: _version(value) for index, value in enumerate(values) if type(value) not in _PLAIN}
+        self.copies: dict[int, torch.Tensor] = {}
+
+    def key(self, index: int) -> tuple[tuple[int, str], tuple[int, int]]:
+        """Under which a copy of what stood in a place is known to other stages of the same forward."""
+        return (id(self.values[index]), "attribute"), (self.versions[index], 0)
+
+    def has_changed(self, index: int) -> bool:
+        """Whether what stood in a place was changed in place since."""
+        return index in self.versions and _version(self.values[index]) != self.versions[index]
+
 
 class StageAttributes:
-    """The attributes of one stage's modules, and what stands in dicts among them."""
+    """The attributes of one stage's modules, and what stands in dicts among them.
 
-    __slots__ = ("_known", "_modules", "_num_looks", "_places")
+    Args:
+        modules: those of the stage's units.
+        outside: those that lie outside all units; their code does not run again, what it did is on the tape.
+    """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = list(modules)
+    __slots__ = ("_changing", "_known", "_modules", "_num_inside", "_num_looks", "_num_seen", "_places", "_size")
+
+    def __init__(self, modules: Iterable[nn.Module], outside: Iterable[nn.Module] = ()) -> None:
+        inside = list(modules)
+        self._modules = [*inside, *outside]
+        self._num_inside = len(inside)
         self._num_looks = 0
+        self._size = 0
         self._places: list[Place] = []
-        self._known: set[tuple[int, str]] = set()
+        self._known: dict[tuple[int, str], bool] = {}  # whether it is a unit's, in the order of the places
+        self._num_seen: list[int] = []  # in how many forwards
+        self._changing: set[int] = set()  # the places of tensors that were changed in place
 
-    def before(self) -> list[Any]:
-        """The values before a first run; those that are found in the first two are looked at from then on."""
-        if self._num_looks < _NUM_LOOKS:
-            self._num_looks += 1
-            self._look()
-        return self._now()
+    def before(self) -> Noted:
+        """The values before a first run."""
+        self._look()
+        self._num_looks += 1
+        noted = Noted(self._now())
+        for index in noted.versions:
+            value = noted.values[index]
+            if isinstance(value, torch.Tensor) and self._may_change(index, value):
+                self._num_seen[index] += 1
+                noted.copies[index] = value.detach().clone()
+        return noted
+
+    def _may_change(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may be changed in place: the first forward may make one that the second changes."""
+        if index in self._changing:
+            return True
+        is_new = self._num_seen[index] < _NUM_LOOKS
+        return is_new and not isinstance(tensor, nn.Parameter) and tensor.nbytes <= _MOST_COPIED_BYTES
+
+    def after(self, noted: Noted, copies: Copies) -> None:
+        """Look what the first run changed in place."""
+        for index in noted.versions:
+            if noted.has_changed(index):
+                self._changing.add(index)
+                copies[noted.key(index)] = noted.copies.get(index)
+        noted.copies.clear()
 
     def _look(self) -> None:
-        for table, name in (place for module in self._modules for place in _places_in(module)):
-            if (id(table), name) not in self._known:
-                self._known.add((id(table), name))
-                self._places.append((table, name))
+        """Look for attributes: in the first two forwards, since the first may make some, and where there are more."""
+        size = sum(len(vars(module)) for module in self._modules)
+        if self._num_looks >= _NUM_LOOKS and size == self._size:
+            return
+        self._size = size
+        for number, module in enumerate(self._modules):
+            for table, name in _places_in(module):
+                if (id(table), name) not in self._known:
+                    self._known[id(table), name] = number < self._num_inside
+                    self._places.append((table, name))
+                    self._num_seen.append(0)
 
     def _now(self) -> list[Any]:
         values = [table.get(name, ABSENT) for table, name in self._places]
         return [value if type(value) in _PLAIN or _is_kept(value) else _Other for value in values]
 
-    def changed_since(self, values: list[Any]) -> list[Entry]:
+    def changed_since(self, noted: Noted, copies: Copies | None = None, read: Reads = set) -> list[Entry]:
         """What is to stand in the places of those that are others than they were.
 
         A tensor with its graph that stands where nothing was kept stays, and is there again afterwards: it is what the
         stage itself has made.
+
+        Args:
+            noted: before the stage's first run.
+            copies: of that forward; None: changes in place are not looked for.
+            read: gives the addresses of the storages that the stage's tape reads.
+
+        Raises:
+            ExecutionError: for a tensor whose old value is not known.
         """
-        if self._num_looks < _NUM_LOOKS:
-            self._look()
+        self._look()
         now = self._now()
-        then = [*values, *(ABSENT for _ in range(len(now) - len(values)))]
-        if all(map(is_, now, then)) and not any(value is _Other for value in now):
+        then = [*noted.values, *(ABSENT for _ in range(len(now) - len(noted.values)))]
+        changed = {} if copies is None else self._former(noted, copies, read)
+        if not changed and all(map(is_, now, then)) and not any(value is _Other for value in now):
             return []
         entries: list[Entry] = []
-        for (table, name), before, value in zip(self._places, then, now, strict=True):
-            if value is _Other and (before is _Other or before is ABSENT):
+        for index, ((table, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
+            if index in changed:
+                entries.append((table, name, changed[index]))
+            elif value is _Other and (before is _Other or before is ABSENT):
                 entries.append((table, name, table[name]))
             elif before is not _Other and value is not before:
                 entries.append((table, name, before))
         return entries
+
+    def _former(self, noted: Noted, copies: Copies, read: Reads) -> dict[int, torch.Tensor]:
+        """By place, tensors with what those held that were changed in place since; the stage may change them again."""
+        found: dict[int, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}  # one tensor may stand in several places
+        is_inside = list(self._known.values())
+        for index in filter(noted.has_changed, noted.versions):
+            tensor, key = noted.values[index], noted.key(index)
+            copy = copies.get(key)
+            if not is_inside[index]:
+                if not isinstance(tensor, torch.Tensor) or not _is_read(tensor, read):
+                    continue
+                copy = None  # the tape holds the tensor itself
+            if copy is None:
+                raise _lost(self._places[index][1], by_forward=key in copies)
+            found[index] = made.setdefault(id(tensor), copy.clone())
+        return found
+
+
+def _lost(name: str, *, by_forward: bool) -> ExecutionError:
+    if by_forward:
+        return ExecutionError(
+            f"the tensor that a module keeps as {name!r} was changed in place by this step's forward, so a stage that "
+            "reads it cannot be run again; run the step once more, or register the tensor as a buffer"
+        )
+    return ExecutionError(
+        f"the tensor that a module keeps as {name!r} was changed in place between the forward of a stage that reads it "
+        "and its backward; change it after the backward pass, or put another in its place"
+    )
+
+
+def _is_read(tensor: torch.Tensor, read: Reads) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in read()
+
+
+def _version(value: Any) -> int:
+    """How often a tensor, or those in a tuple, were changed in place; parameters are looked after elsewhere."""
+    if isinstance(value, torch.Tensor):
+        return 0 if isinstance(value, nn.Parameter) or value.is_inference() else value._version
+    return sum(map(_version, value)) if isinstance(value, tuple) else 0
 
 
 def _places_in(module: nn.Module) -> Iterator[Place]:
@@ -105,4 +224,4 @@ def _is_kept(value: Any) -> bool:
         return value.grad_fn is None
     if isinstance(value, tuple):
         return all(type(each) in _PLAIN or _is_kept(each) for each in value)
-    return type(value) in _PLAIN or value is ABSENT or isinstance(value, Enum)
+    return type(value) in _PLAIN or value is ABSENT or isinstance(value, Enum | numpy.generic)

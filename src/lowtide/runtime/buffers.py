@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.attributes import Noted, StageAttributes
 from lowtide.runtime.exchange import ABSENT, Entry, exchanged
 from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import mentions
@@ -80,7 +80,7 @@ class Snapshot:
         self.copies: dict[int, torch.Tensor] = {}
         self.empty: list[int] = []
         self.changed: list[int] = []
-        self.attributes: list[Any] = []
+        self.attributes: Noted | None = None
         self.lists: Sequence[Found | None] = ()
 
     def is_replaced(self, index: int, tensor: torch.Tensor) -> bool:
@@ -129,7 +129,9 @@ class StageBuffers:
         self._keys = list(found)
         for key in self._keys:
             counts.setdefault(key, 0)
-        self._attributes = StageAttributes(module for _, module in (*modules, *outside) if modules)
+        self._attributes = StageAttributes(
+            (module for _, module in modules), (module for _, module in outside if modules)
+        )
         self._lists = StageLists(module for _, module in (*modules, *outside) if modules)
         # Most buffers are statistics: a module is asked once whether it is in training, not once for each of them.
         self._norms: dict[nn.Module, list[int]] = {}
@@ -144,7 +146,7 @@ class StageBuffers:
     def before(self) -> Snapshot | None:
         """Note the buffers before a first run; None where there are none."""
         attributes, lists = self._attributes.before(), self._lists.before()
-        if not self._places and not attributes and not lists:
+        if not self._places and not attributes.values and not lists:
             return None
         snapshot = Snapshot()
         snapshot.attributes, snapshot.lists = attributes, lists
@@ -175,12 +177,15 @@ class StageBuffers:
             if tensor is not None and (
                 snapshot.is_replaced(index, tensor) or self._has_changed(index, tensor, stamp, copy)
             ):
-                copy = snapshot.replaced(index, tensor) if copy is None else copy
+                former = snapshot.replaced(index, tensor)
+                copy = copy if former is None else former  # which is there in any case: one of the two is enough
                 snapshot.changed.append(index)
                 # Always counted: the version of a tensor that was put in its place may be the one before.
                 self._counts[self._keys[index]] += 1
                 copies[self._keys[index], stamp] = copy
         snapshot.copies.clear()
+        if snapshot.attributes is not None:
+            self._attributes.after(snapshot.attributes, copies)
         self._known = {*(self._known or ()), *snapshot.changed}
 
     def _has_changed(self, index: int, tensor: torch.Tensor, stamp: Stamp, copy: torch.Tensor | None) -> bool:
@@ -237,19 +242,28 @@ class StageBuffers:
         """The addresses of the storages that hold other values after a repeated run than during it."""
         return self._addresses(earlier)
 
-    def protected(self, snapshot: Snapshot | None, earlier: Mapping[int, torch.Tensor]) -> AbstractContextManager[None]:
+    def protected(
+        self,
+        snapshot: Snapshot | None,
+        earlier: Mapping[int, torch.Tensor],
+        copies: Copies,
+        read: Callable[[], set[int]],
+    ) -> AbstractContextManager[None]:
         """Run the block with the buffers, the attributes and the lists as they were, and leave them as they are.
 
         Args:
             snapshot: of the stage's first run.
             earlier: see `earlier`.
+            copies: of that forward.
+            read: gives the addresses of the storages that the stage's tape reads.
 
         Raises:
-            ExecutionError: where a BatchNorm was switched between train() and eval() since.
+            ExecutionError: where a BatchNorm was switched between train() and eval() since, or a tensor that is an
+                attribute was changed and its old value is not known.
         """
-        if snapshot is None:
+        if snapshot is None or snapshot.attributes is None:
             return nullcontext()
-        entries = [*self._attributes.changed_since(snapshot.attributes), *self._registered_since()]
+        entries = [*self._attributes.changed_since(snapshot.attributes, copies, read), *self._registered_since()]
         if not self._places and not entries and not snapshot.lists:
             return nullcontext()
         entries += [self._places[index].entry(None) for index in snapshot.empty]

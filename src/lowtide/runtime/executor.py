@@ -340,9 +340,9 @@ class Step:
         assert run.random is not None
         if self.draws_unnoticed:
             raise self.machine.unknown_numbers(k)
-        buffers = run.buffers
+        buffers, read = run.buffers, partial(_storages_read, run.tape, inputs)
         assert buffers is not None
-        earlier = buffers.earlier(run.snapshot, self.copies, partial(_storages_read, run.tape, inputs))
+        earlier = buffers.earlier(run.snapshot, self.copies, read)
         if earlier:
             pack = _copying(pack, buffers.rewritten(earlier))
         with (
@@ -350,7 +350,7 @@ class Step:
             registered_again(run.registered),
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
-            buffers.protected(run.snapshot, earlier),
+            buffers.protected(run.snapshot, earlier, self.copies, read),
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),
         ):

@@ -5,12 +5,12 @@ the same when it runs again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from lowtide.runtime.attributes import StageAttributes
+from lowtide.runtime.attributes import Noted, StageAttributes
 from lowtide.runtime.exchange import put
 from lowtide.runtime.lists import Found, StageLists
 from lowtide.runtime.mentions import names
@@ -94,7 +94,7 @@ class RecordedState:
         modules = [[*(inner for unit in stage for inner in unit.modules()), *around] for stage in units]
         self._attributes = [StageAttributes(each) for each in modules]
         self._lists = [StageLists(each) for each in modules]
-        self._values: dict[int, tuple[list[Any], Sequence[Found | None]]] = {}  # of both, when a stage began
+        self._values: dict[int, tuple[Noted, Sequence[Found | None]]] = {}  # of both, when a stage began
         named = {name for name in {key[1] for key in places} if any(names(module, name) for module in around)}
         self._own = [[place for key, place in places.items() if key[0] in modules] for modules in own]
         self._others = [place for key, place in places.items() if key[0] not in inside or key[1] in named]

@@ -94,16 +94,18 @@ class Structure:
     """The submodules of a model at one moment; quickly compared, since that is done at each call."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        self._paths = list(modules)
-        self._tables = [module._modules for module in modules.values()]
+        self._look(model)
+
+    def _look(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._tables = [module._modules for module in self._modules.values()]
         self._then = self._now()
 
     def _now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that has other submodules by now.
+        """Refuse a model that has other submodules by now; another name for one of them is no matter.
 
         Raises:
             PlanError: with the path of one that was added, replaced or taken away.
@@ -111,10 +113,19 @@ class Structure:
         now = self._now()
         if len(now) == len(self._then) and all(map(is_, now, self._then)):
             return
-        known, modules = {id(module) for module in self._then}, dict(model.named_modules())
-        new = (path for path, module in modules.items() if path and id(module) not in known)
-        path = next(new, None) or next((path for path in self._paths if path not in modules), "")
-        raise PlanError(f"submodule {path!r} is not what it was when the plan was made; {FIT_AGAIN}")
+        known, modules = set(map(id, self._modules.values())), dict(model.named_modules())
+        changed = [path for path, module in modules.items() if id(module) not in known]
+        changed += [path for path, module in self._modules.items() if not _stands_at(module, model, path)]
+        if changed:
+            raise PlanError(f"submodule {changed[0]!r} is not what it was when the plan was made; {FIT_AGAIN}")
+        self._look(model)
+
+
+def _stands_at(module: nn.Module, model: nn.Module, path: str) -> bool:
+    try:
+        return model.get_submodule(path) is module
+    except AttributeError:
+        return False
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
