@@ -193,6 +193,10 @@ class Unregistered(nn.Module):
         found, self.carried = self.carried, y.detach().mean(0)
         return 1 if found is None else 1 + found
 
+    def with_its_graph(self, y):
+        found, self.carried = self.carried, y.mean(0)
+        return 1 if found is None else 1 + found.detach()
+
     def in_a_tuple(self, y):
         self.pair = self.pair[0] + 1, self.pair[1] * 0.5
         return self.pair[1]
@@ -213,7 +217,15 @@ def kept_by(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize(
     "way",
-    ["averaged", "only_counted", "handed_to_the_next", "in_a_tuple", "in_a_dict", "made_in_the_first_call"],
+    [
+        "averaged",
+        "only_counted",
+        "handed_to_the_next",
+        "with_its_graph",
+        "in_a_tuple",
+        "in_a_dict",
+        "made_in_the_first_call",
+    ],
 )
 def test_attributes_that_are_no_buffers_change_once_a_step(way):
     inputs, plain = batches((8, 16), 3), stack(lambda: Unregistered(way), 5)

@@ -7,6 +7,7 @@ repeated runs, too, would reach the end of a warm-up too early, and an average w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from operator import is_
@@ -35,7 +36,21 @@ _MOST_ENTRIES = 100
 
 
 class _Other:
-    """Stands for a value that is not kept: some object, or a tensor with its graph, which would keep a step alive."""
+    """Stands for a value that is not kept: some object, or a tuple of tensors with their graphs."""
+
+
+class _Detached:
+    """What a tensor held that stood somewhere with its graph, which would keep a step alive; and which one it was."""
+
+    __slots__ = ("_former", "data")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._former = weakref.ref(tensor)
+        self.data = tensor.detach()
+
+    def is_of(self, value: Any) -> bool:
+        """Whether that tensor is the value."""
+        return value is not None and value is self._former()
 
 
 Place = tuple[dict[str, Any], str]
@@ -55,8 +70,12 @@ class Noted:
     __slots__ = ("copies", "values", "versions")
 
     def __init__(self, values: list[Any]) -> None:
-        self.values = values
-        self.versions = {index: _version(value) for index, value in enumerate(values) if type(value) not in _PLAIN}
+        self.values = [_Detached(value) if _has_graph(value) else value for value in values]
+        self.versions = {
+            index: _version(value)
+            for index, value in enumerate(self.values)
+            if type(value) not in _PLAIN and not isinstance(value, _Detached)
+        }
         self.copies: dict[int, torch.Tensor] = {}
 
     def key(self, index: int) -> tuple[tuple[int, str], tuple[int, int]]:
@@ -131,7 +150,7 @@ class StageAttributes:
 
     def _now(self) -> list[Any]:
         values = [table.get(name, ABSENT) for table, name in self._places]
-        return [value if type(value) in _PLAIN or _is_kept(value) else _Other for value in values]
+        return [value if type(value) in _PLAIN or _is_kept(value) or _has_graph(value) else _Other for value in values]
 
     def changed_since(self, noted: Noted, copies: Copies | None = None, read: Reads = set) -> list[Entry]:
         """What is to stand in the places of those that are others than they were.
@@ -157,7 +176,9 @@ class StageAttributes:
         for index, ((table, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
             if index in changed:
                 entries.append((table, name, changed[index]))
-            elif value is _Other and (before is _Other or before is ABSENT):
+            elif isinstance(before, _Detached):
+                entries.append((table, name, value if before.is_of(value) else before.data))
+            elif (value is _Other or _has_graph(value)) and (before is _Other or before is ABSENT):
                 entries.append((table, name, table[name]))
             elif before is not _Other and value is not before:
                 entries.append((table, name, before))
@@ -216,6 +237,10 @@ def _places_in(module: nn.Module) -> Iterator[Place]:
             is_ours = type(value) in _PLAIN or isinstance(value, torch.Tensor)
             if is_ours or (not is_torchs and _is_kept(value)):
                 yield each, name
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _is_kept(value: Any) -> bool:
