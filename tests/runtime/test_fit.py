@@ -299,6 +299,26 @@ def test_a_device_that_has_less_memory_than_the_budget_is_planned_for(monkeypatc
     assert tried[:4] == [budget, *(pytest.approx(budget * 0.9**k, abs=3) for k in (1, 2, 3))]
 
 
+def test_where_a_tenth_less_is_too_little_the_leanest_schedule_is_planned_for(monkeypatch):
+    model, inputs, real = deep(), batches(SHAPE, 3), planning._tried
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, inputs[0], memory_budget=1, **RECOMPUTE)
+    budget, tried = int(1.08 * caught.value.minimum_bytes), []
+
+    def full_at_first(model, sample, planned, settings, **more):
+        tried.append(settings.memory_budget)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no block is large enough")
+        return real(model, sample, planned, settings, **more)
+
+    monkeypatch.setattr(planning, "_tried", full_at_first)
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+        assert plan.stats().predicted_peak_bytes < budget
+        assert sum("ran out of device memory" in note for note in plan.notes) == 1
+        assert_equal(train(model, inputs), train(deep(), inputs))
+    assert 0.9 * budget < tried[-1] < budget
+
+
 def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
     real, num_runs = rehearsal._run, []
 

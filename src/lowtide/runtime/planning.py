@@ -138,28 +138,39 @@ def _rehearsed_on_the_device(
 ) -> Planned:
     """A schedule that a trial step has shown to stay within the budget, and the device to have the memory for.
 
+    Where a trial step runs out of memory, less is planned for; at the least, what the leanest schedule takes.
+
     Raises:
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     notes: list[str] = []
+    refused: InfeasibleBudgetError | None = None
     while True:
         try:
             planned = _rehearsed(model, sample, split, chain, settings)
             return dataclasses.replace(planned, notes=(*planned.notes, *notes))
         except torch.OutOfMemoryError:
+            if refused is not None:
+                raise refused from None
             if len(notes) == _MOST_TIMES_OUT_OF_MEMORY:
                 raise
+            failed = settings.memory_budget
+            budget = int(failed * (1 - _LEFT_FOR_GAPS))
         except InfeasibleBudgetError as error:
             if not notes:
                 raise
-            message = f"{'; '.join(notes)}, and {error}"
-            raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
-        failed = settings.memory_budget
-        settings = dataclasses.replace(settings, memory_budget=int(failed * (1 - _LEFT_FOR_GAPS)))
+            if refused is not None:
+                raise refused from None
+            refused = InfeasibleBudgetError(f"{'; '.join(notes)}, and {error}", minimum_bytes=error.minimum_bytes)
+            if error.minimum_bytes >= failed:
+                raise refused from None
+            notes.pop()
+            budget = error.minimum_bytes  # a tenth less was too much less
+        settings = dataclasses.replace(settings, memory_budget=budget)
         notes.append(
             f"within {format_bytes(failed)} a trial step ran out of device memory: others use it, or the allocator "
             "lost some between its blocks (less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); planned for "
-            f"{format_bytes(settings.memory_budget)}"
+            f"{format_bytes(budget)}"
         )
 
 
