@@ -39,6 +39,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime import planning
+from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.solving import Settings
 from lowtide.runtime.split import Split
@@ -198,16 +199,16 @@ def fill(row: Row, timed: harness.Timed) -> None:
 @contextmanager
 def measured_once() -> Iterator[None]:
     """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
-    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain]](), planning.measured_for
+    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), planning.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
         key = id(model), settings.compilation is not None
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings)
-            measured[key] = split, chain
+            measured[key] = split, chain, None if compiled is None else compiled.compilation
             return split, (chain, compiled)
-        split, chain = measured[key]
-        return split, (chain, None if settings.compilation is None else settings.compilation.of(model, split))
+        split, chain, compilation = measured[key]
+        return split, (chain, None if compilation is None else compilation.of(model, split))
 
     planning.measured_for = remembering
     try:
@@ -293,9 +294,8 @@ def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, A
 
         run.row(Row(network.title, name, "peer", compiled=True), "compile", measure)
         shares = SHARES if memory_budget == 1 else ()
-        lowtide_rows(
-            run, network, made, "lowtide compiled", [*budgets_from(run.of(network), compiled=True, shares=shares)]
-        )
+        budgets: list[int | None] = [*budgets_from(run.of(network), compiled=True, shares=shares)]
+        lowtide_rows(run, network, made, "lowtide compiled", budgets + [None] * (memory_budget == 1))
 
 
 def offloading_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:

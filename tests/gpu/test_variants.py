@@ -12,6 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Forward
+from lowtide.runtime import compiled_loss
 from lowtide.zoo import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -59,3 +60,32 @@ def test_variants_give_the_numbers_of_the_compiled_model(dtype):
         assert chosen or plan.notes, "variants are used, or it is said why not"
         assert_equal(run(model, batch), expected)
         assert plan.stats().measured_peak_bytes <= budget
+
+
+def test_a_large_loss_is_compiled_and_takes_less(monkeypatch):
+    def with_many_words() -> tuple[nn.Module, dict]:
+        torch.manual_seed(0)
+        sizes = {"batch": 8, "length": 512, "layers": 3, "width": 256, "heads": 4, "vocabulary": 32768}
+        return make("gpt2", device="cuda", dtype="bfloat16", **sizes)
+
+    settings = {"strategy": "rotor", "bandwidth": 0, "optimizer": "sgd", "compile_stages": True, "variants": False}
+
+    def least_budget() -> int:
+        model, batch = with_many_words()
+        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+            lowtide.fit(model, batch, memory_budget=1, **settings)
+        return caught.value.minimum_bytes
+
+    least = least_budget()
+    scores_bytes = 8 * 512 * 32768 * 2
+    found = []
+    for budget in (int(1.05 * least), least + 2**30):
+        model, batch = with_many_words()
+        with lowtide.fit(model, batch, memory_budget=budget, **settings) as plan:
+            found.append(run(model, batch))
+            assert plan.stats().measured_peak_bytes <= budget
+        del model, plan
+        gc.collect()
+    assert_equal(*found)
+    monkeypatch.setattr(compiled_loss, "_WORTH_BYTES", 2**40)
+    assert least_budget() >= least + scores_bytes

@@ -17,14 +17,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lowtide.errors import PlanError, shown
+from lowtide.runtime.compiled_loss import CompiledLoss
 from lowtide.runtime.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -106,23 +108,33 @@ class CompiledCall:
 class CompiledStages:
     """The stages of a split, whose units run compiled from `install` until `remove`; installed when made.
 
-    Units without submodules (one layer each) stay as they are: there is nothing to fuse in them.
+    Units without submodules (one layer each) stay as they are: there is nothing to fuse in them. A large loss between
+    units is compiled, too, where the model runs in stages.
 
     Args:
         model: the model.
         split: its stages.
         options: for `torch.compile`.
         budgets: of the variants beside variant 0.
+        loss: whether a large loss is compiled, too.
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, options: Mapping[str, Any], budgets: Sequence[float] = ()
+        self,
+        model: nn.Module,
+        split: Split,
+        options: Mapping[str, Any],
+        budgets: Sequence[float] = (),
+        *,
+        loss: bool = True,
     ) -> None:
         options = _for_equal_numbers(model, options) if budgets else dict(options)
-        self.compilation = Compilation(options, tuple(budgets))
+        self.compilation = Compilation(options, tuple(budgets), loss)
         """How it is done; does not depend on what surrounds it any more."""
         compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
         self.choice = Choice(("", *map(variant_name, budgets)))
+        self._model = model
+        self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss))
         self._calls: list[tuple[nn.Module, CompiledCall]] = []
         self._num_variants: dict[int, int] = {}
         compiled: dict[int, CompiledCall] = {}
@@ -159,12 +171,21 @@ class CompiledStages:
         """Run the units compiled."""
         for module, call in self._calls:
             vars(module)[_ATTRIBUTE] = call
+        if self.compilation.loss:
+            self._loss.install(self._model)
+
+    def leave_out_unused(self) -> None:
+        """Look no further for a large loss where the model, which has run in stages, was not seen to have one."""
+        if not self._loss.is_used:
+            self.compilation = replace(self.compilation, loss=False)
+            self._loss.remove(self._model)
 
     def remove(self) -> None:
         """Run them as before."""
         for module, _ in self._calls:
             if isinstance(vars(module).get(_ATTRIBUTE), CompiledCall):
                 del vars(module)[_ATTRIBUTE]
+        self._loss.remove(self._model)
         torch.clear_autocast_cache()
 
 
@@ -175,14 +196,16 @@ class Compilation:
     Args:
         options: for `torch.compile`.
         budgets: of the variants beside variant 0.
+        loss: whether a large loss is compiled, too.
     """
 
     options: Mapping[str, Any]
     budgets: tuple[float, ...] = ()
+    loss: bool = True
 
     def of(self, model: nn.Module, split: Split) -> CompiledStages:
         """The stages of a model, compiled and in place."""
-        return CompiledStages(model, split, self.options, self.budgets)
+        return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data.
@@ -197,7 +220,7 @@ class Compilation:
                 f"the stages are compiled with options that no file can hold ({shown(dict(self.options))}); "
                 "name the backend by a string"
             ) from None
-        return {"options": options, "budgets": list(self.budgets), "torch": torch.__version__}
+        return {"options": options, "budgets": list(self.budgets), "loss": self.loss, "torch": torch.__version__}
 
     @classmethod
     def from_dict(cls, values: Any) -> Compilation:
@@ -208,7 +231,7 @@ class Compilation:
         """
         try:
             options, budgets = dict(values["options"]), tuple(float(budget) for budget in values["budgets"])
-            version = values["torch"]
+            version, loss = values["torch"], bool(values.get("loss", False))  # older files do not have it
         except (KeyError, TypeError, ValueError):
             raise PlanError(f"compilation is not well formed: {shown(values)}") from None
         if budgets and version != torch.__version__:
@@ -216,7 +239,7 @@ class Compilation:
                 f"the variants of its stages were checked with torch {shown(version)}, and this is "
                 f"{torch.__version__}; fit again"
             )
-        return cls(options, budgets)
+        return cls(options, budgets, loss)
 
 
 def choice_of(model: nn.Module, split: Split) -> Choice | None:
@@ -276,19 +299,21 @@ class _Compiler:
         return torch.compile(function, **options)
 
 
-@functools.lru_cache(maxsize=_MOST_FUNCTIONS)
-def _compiled_function(kind: Hashable, compiler: _Compiler) -> Callable[..., Any]:
-    """The function for one kind of unit, which equal ones share: in one model, and from one `fit` to the next."""
-    return compiler.compiled(_fresh_function())
-
-
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _fresh_function() -> Callable[..., Any]:
-    """`_call` with a code object of its own, where Dynamo keeps what it compiles."""
-    return FunctionType(_call.__code__.replace(), _call.__globals__, "stage")
+def _loss(*args: Any, **kwargs: Any) -> Any:
+    return F.cross_entropy(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=_MOST_FUNCTIONS)
+def _compiled_function(kind: Hashable, compiler: _Compiler, function: Callable[..., Any] = _call) -> Callable[..., Any]:
+    """The function for one kind of unit, which equal ones share: in one model, and from one `fit` to the next.
+
+    It has a code object of its own, where Dynamo keeps what it compiles.
+    """
+    return compiler.compiled(FunctionType(function.__code__.replace(), function.__globals__, "stage"))
 
 
 def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:

@@ -30,7 +30,9 @@ class ExecutedForward(StagedForward):
     may_skip = True
 
     def __init__(self, machine: Machine, step: Step) -> None:
-        super().__init__(machine.layout, machine.program.taped, machine.is_state, watched=machine.program.watched)
+        program = machine.program
+        watched = program.watched | ({program.num_stages} if machine.functions else set())
+        super().__init__(machine.layout, program.taped, machine.is_state, watched=watched, functions=machine.functions)
         self.machine = machine
         self.step = step
         self._hooks: tuple[Pack, Unpack] | None = None

@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.coarse import Coarse, coarsened
+from lowtide.runtime.compiled_loss import functions_of
 from lowtide.runtime.executed_forward import ExecutedForward
 from lowtide.runtime.executor import Step
 from lowtide.runtime.interception import Interception
@@ -57,10 +58,14 @@ class Execution:
         # Strict mode is for finding out which stage differs, so each runs by itself there.
         coarse = Coarse.finest(split, schedule) if strict else coarsened(split, schedule)
         program = Program.of(schedule, coarse)
-        layout = Layout.of(coarse.split).without_units_of(program.unwatched)
+        functions = functions_of(model)
+        unwatched = program.unwatched - ({program.num_stages} if functions else set())
+        layout = Layout.of(coarse.split).without_units_of(unwatched)
         self._interception = Interception(model, layout.units, handler)
         variants = StageVariants.of(model, split, program, chain)
-        self.machine = Machine(model, coarse.split, layout, program, tier, strict=strict, variants=variants)
+        self.machine = Machine(
+            model, coarse.split, layout, program, tier, strict=strict, variants=variants, functions=functions
+        )
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self) -> None:

@@ -88,8 +88,8 @@ def fit(
         grads_resident: gradients are accumulated over several calls.
         keeps_result: the training loop has the model's result in hand while backward runs (`output = model(x)`); False
             where only the loss is left by then (`model(x).loss.backward()`).
-        compile_stages: compile each block (`torch.compile`), and plan with the compiled ones; a mapping holds options
-            for `torch.compile`.
+        compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
+            what is compiled; a mapping holds options for `torch.compile`.
         variants: with `compile_stages`, also compile each block so that it saves less and computes more again inside
             its own backward, and let the solver choose block by block among those with the same gradients;
             `"rounding"`: also among those whose gradients differ by rounding; False: do not.

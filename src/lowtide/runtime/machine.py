@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from lowtide.errors import ExecutionError
 from lowtide.runtime.buffers import Key, StageBuffers, is_buffer_of, places_in
 from lowtide.runtime.cargo import Tier
+from lowtide.runtime.compiled_loss import Functions
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.mentions import names
 from lowtide.runtime.program import Program
@@ -46,6 +48,8 @@ class Machine:
         tier: where values go that leave the device.
         strict: compare the values that a repeated forward saves with the first's.
         variants: as which the stages run.
+        functions: what to call between units in the place of functions of torch, in the last stage and in those that
+            are watched anyway.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Machine:
         *,
         strict: bool = False,
         variants: StageVariants | None = None,
+        functions: Functions = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.layout = layout
@@ -65,6 +70,7 @@ class Machine:
         self.tier = tier
         self.strict = strict
         self.variants = variants or StageVariants(None)
+        self.functions = functions
         self.generators = Generators.of(model)
         self.counters = Counters()
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}

@@ -128,6 +128,8 @@ def measured_for(
             if compiled is not None:
                 compiled.remove()
             raise
+        if compiled is not None:
+            compiled.leave_out_unused()
         return chain, compiled
 
     return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)

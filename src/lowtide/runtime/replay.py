@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.buffers import is_buffer_of
+from lowtide.runtime.compiled_loss import Functions, functions_of
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.interception import Interception
 from lowtide.runtime.rng import Generators, GeneratorWatch
@@ -141,7 +142,12 @@ class Recording:
         if current.session is not None:
             return plain(*args, **kwargs)
         forward = _RecordedForward(
-            self._layout, self._stages, self._is_state, Generators.of(self._model), self._on_stage
+            self._layout,
+            self._stages,
+            self._is_state,
+            Generators.of(self._model),
+            self._on_stage,
+            functions_of(self._model),
         )
         current.session = forward
         try:
@@ -167,8 +173,9 @@ class _RecordedForward(StagedForward):
         is_state: Callable[[torch.Tensor], bool],
         generators: Generators,
         on_stage: Callable[[int], None] | None,
+        functions: Functions,
     ) -> None:
-        super().__init__(layout, taped, is_state)
+        super().__init__(layout, taped, is_state, functions=functions)
         self._generators = generators
         self.recorded: dict[int, RecordedStage] = {}
         self._forms: dict[int, dict[int, Form]] = {}

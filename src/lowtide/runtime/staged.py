@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.compiled_loss import Functions
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.functions import functions_handed_to
 from lowtide.runtime.interception import UnitSite
@@ -86,6 +88,8 @@ class StagedForward:
         taped: the stages to record.
         is_state: whether a tensor is a buffer of the model.
         watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
+        functions: what to call between units in the place of functions of torch, in stages that are recorded or
+            watched.
     """
 
     may_skip = False
@@ -99,10 +103,12 @@ class StagedForward:
         is_state: Callable[[torch.Tensor], bool],
         *,
         watched: Collection[int] = (),
+        functions: Functions = MappingProxyType({}),
     ) -> None:
         self.layout = layout
         self.taped = taped
         self.is_state = is_state
+        self.functions = functions
         self.ledger = Ledger()
         self.tapes: dict[int, Tape] = {}
         self.stage = 0
@@ -305,4 +311,6 @@ class GlueMode(TorchFunctionMode):
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             # The iterator hides its tensors; these are the ones that it would give.
             return iter(forward.invoke("unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        if forward.functions:
+            func = forward.functions.get(func, func)
         return forward.invoke(getattr(func, "__name__", str(func)), func, args, kwargs or {})
