@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, earlier_results, refuse, usable_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,20 +36,20 @@ CHAINS = HERE.parent.parent / "examples" / "chains" / "h200"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the experiment and write its results."""
     options = _parser().parse_args(arguments)
-    setting = _setting(options)
-    chains = [_read(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
+    try:
+        setting = _setting(options)
+        chains = [lowtide.Chain.load(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
+    except lowtide.LowtideError as error:
+        refuse(str(error))
+    folder = usable_folder(options.output)
+    kept = _kept(folder / f"{setting.name}.json") if options.keep else []
     points = _run(chains, setting, quick=options.quick, coarse_above=options.coarse_above)
-    options.output.mkdir(parents=True, exist_ok=True)
-    if options.keep:
-        points = _merged(_kept(options.output / f"{setting.name}.json"), points)
-    lines = write(options.output, setting, points)
+    lines = write(folder, setting, _merged(kept, points) if options.keep else points)
     sys.stdout.write("\n".join(lines))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m papers.pofo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, prog="python -m papers.pofo")
     parser.add_argument("chains", nargs="*", type=Path, metavar="CHAIN.json")
     parser.add_argument("--setting", choices=SETTINGS, default="v100")
     parser.add_argument("--bandwidth", help="of figure 2; figure 3 goes from there to three times as much")
@@ -70,10 +71,6 @@ def _setting(options: argparse.Namespace) -> Setting:
     return Setting("own", f"times of the chains times {scale:g}", scale, bandwidth, several)
 
 
-def _read(path: Path) -> lowtide.Chain:
-    return lowtide.Chain.from_dict(json.loads(path.read_text()))
-
-
 def _run(chains: list[lowtide.Chain], setting: Setting, *, quick: bool, coarse_above: int) -> list[Point]:
     grids = {chain.name: QUICK if quick else COARSE if chain.num_stages > coarse_above else FINE for chain in chains}
     tasks = list(tasks_of(chains, setting, lambda chain: grids[chain.name]))
@@ -89,7 +86,10 @@ def _run(chains: list[lowtide.Chain], setting: Setting, *, quick: bool, coarse_a
 
 
 def _kept(path: Path) -> list[Point]:
-    return [Point(**entry) for entry in json.loads(path.read_text())["points"]] if path.exists() else []
+    if not path.exists():
+        return []
+    with earlier_results(path) as values:
+        return [Point(**entry) for entry in values["points"]]
 
 
 def _merged(kept: list[Point], points: list[Point]) -> list[Point]:
