@@ -341,11 +341,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small networks, to see that it works; written elsewhere")
 
 
-def output_folder(arguments: argparse.Namespace, default: Path) -> Path:
+def output_folder(given: Path | None, default: Path, *, is_tiny: bool) -> Path:
     """Where results go, made where it does not exist: tiny ones never beside those that are worth keeping."""
-    if arguments.output is None and arguments.tiny:
+    if given is None and is_tiny:
         return Path(tempfile.mkdtemp(prefix="lowtide-tiny-"))
-    return usable_folder(arguments.output or default)
+    return usable_folder(given or default)
 
 
 def is_chosen(name: str, only: Sequence[str]) -> bool:
@@ -368,7 +368,7 @@ class Run:
         self.clock = Clock(arguments.seconds)
         self.facts = machine_facts(device)
         self.is_tiny: bool = arguments.tiny
-        self.folder = output_folder(arguments, results)
+        self.folder = output_folder(arguments.output, results, is_tiny=arguments.tiny)
         self.stem = f"{name}-{'tiny-' if arguments.tiny else ''}{short_name(device)}"
 
     @contextmanager

@@ -5,8 +5,9 @@
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
 ratio of link to compute; the default is the paper's. `--bandwidth` and `--time-scale` make another one. Chains of more
-than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots. `--keep` leaves
-other networks' points of an earlier run in the results.
+than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots; without
+`--output` its results go to a folder of their own. `--keep` leaves other networks' points of an earlier run in the
+results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmarks import harness
-from benchmarks.refusing import Parser, earlier_results, refuse, usable_folder
+from benchmarks.refusing import Parser, earlier_results, refuse
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -41,11 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chains = [lowtide.Chain.load(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
     except lowtide.LowtideError as error:
         refuse(str(error))
-    folder = usable_folder(options.output)
+    folder = harness.output_folder(options.output, HERE / "results", is_tiny=options.quick)
     kept = _kept(folder / f"{setting.name}.json") if options.keep else []
     points = _run(chains, setting, quick=options.quick, coarse_above=options.coarse_above)
     lines = write(folder, setting, _merged(kept, points) if options.keep else points)
     sys.stdout.write("\n".join(lines))
+    print(f"written to {folder}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--coarse-above", type=int, default=100, metavar="STAGES")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
     return parser
 
 
