@@ -87,6 +87,14 @@ def usable_folder(folder: Path) -> Path:
         refuse(f"{folder}: results cannot be written there: {error.strerror or error}; give another folder (--output)")
 
 
+def usable_file(path: Path) -> Path:
+    """A file for results, in a folder that is made where it does not exist; refused where it cannot be written."""
+    if path.is_dir():
+        refuse(f"{path}: results cannot be written there: it is a folder; name a file")
+    usable_folder(path.parent)
+    return path
+
+
 @contextmanager
 def earlier_results(path: Path) -> Iterator[dict[str, Any]]:
     """The values in a file of results, to be taken apart in the block, and in nothing else: any misfit is refused."""

@@ -35,9 +35,9 @@ WRONG_FILES = {
 
 
 def refusal(command, given, capsys):
-    """The one line with which a command ends."""
+    """The one line with which a command ends; without `given` it reads the command line."""
     with pytest.raises(SystemExit) as ended:
-        importlib.import_module(command).main(given)
+        importlib.import_module(command).main(*([] if given is None else [given]))
     printed = capsys.readouterr()
     assert ended.value.code == 2, printed.err
     assert printed.out == ""
@@ -149,6 +149,36 @@ def test_numbers_that_mean_nothing(command, given, tmp_path, capsys):
     line = refusal(command, [*TINY, "--output", str(tmp_path), *given], capsys)
     assert given[-1].split("=")[-1] in line
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        ("benchmarks.measuring", ["--device", "cpu", "--output", "file"], "file: results cannot be written there"),
+        ("benchmarks.measuring", ["--device", "cpu", "--output", "new", "--only", "nosuch"], "--only nosuch: "),
+        (
+            "benchmarks.coverage",
+            ["--device", "cpu", "--output", "file/x.json"],
+            "file: results cannot be written there",
+        ),
+        ("benchmarks.coverage", ["--device", "cpu", "--output", "new.json", "--only", "nosuch"], "--only nosuch: "),
+        ("benchmarks.runtime", ["--tiny", "--output", "."], ".: results cannot be written there"),
+        ("benchmarks.runtime", ["--tiny", "--only", "nosuch"], "--only nosuch: "),
+        ("benchmarks.pofo", ["--plot", "file/x.png"], "file: results cannot be written there"),
+        ("benchmarks.pofo", ["--json", "list.json"], "list.json: is not a file of figures"),
+        ("benchmarks.pofo", ["--json", "file"], "file: is not valid JSON"),
+        ("benchmarks.pofo", ["--bandwidth", "fast"], "fast"),
+        ("benchmarks.solvers", ["--nosuch"], "--nosuch"),
+    ],
+)
+def test_what_the_other_commands_refuse(command, given, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # coverage sets it where nobody else has: only here, then
+    monkeypatch.setattr("sys.argv", [command, *given])
+    Path("file").touch()
+    Path("list.json").write_text("[1, 2]")
+    assert said in refusal(command, None, capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "list.json"]
 
 
 def test_a_series_of_scale_by_itself(tmp_path):
