@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from benchmarks.refusing import Parser, ratio
+from benchmarks.refusing import Parser
 
 import lowtide
 from lowtide.runtime.bandwidth import measured_bandwidth
@@ -132,7 +132,7 @@ def main(given: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     add_arguments(parser)
     parser.add_argument(
-        "--alphas", nargs="+", type=ratio, default=list(ALPHAS), metavar="RATIO", help="memory ratios, in this order"
+        "--alphas", nargs="+", type=float, default=list(ALPHAS), metavar="RATIO", help="memory ratios, in this order"
     )
     arguments = parser.parse_args(given)
     if arguments.draw:

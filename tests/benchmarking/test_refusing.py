@@ -137,7 +137,7 @@ def test_what_the_simulated_figures_of_pofo_refuse(given, said, tmp_path, monkey
         ("papers.rotor.__main__", ["--batch=-1"]),
         ("papers.rotor.__main__", ["--budgets", "0"]),
         ("papers.rotor.__main__", ["--segments", "many"]),
-        ("papers.pofo.executed", ["--alphas", "0.5", "2"]),
+        ("papers.pofo.executed", ["--alphas", "0.5", "many"]),
         ("benchmarks.peers", ["--segments", "0"]),
         ("benchmarks.peers", ["--memory-budgets", "7"]),
         ("benchmarks.peers", ["--largest-batch", "--limits", "0.5"]),
