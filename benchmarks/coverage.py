@@ -10,7 +10,6 @@ were not looked at while the rules of capture were written are marked.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import json
@@ -27,6 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is determi
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, refuse, seconds_above_0, usable_file
 from torch import nn
 
 from lowtide import LowtideError
@@ -193,12 +193,18 @@ def markdown(lines: list[dict[str, Any]], machine: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="a JSON file; the table is written beside it")
     harness.add_device_argument(parser)
-    parser.add_argument("--limit-seconds", type=float, default=330.0, help="begin no further model after this")
+    parser.add_argument(
+        "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further model after this"
+    )
     parser.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
+    chosen = models(arguments.only)
+    if arguments.only and not chosen:
+        refuse(f"--only {' '.join(arguments.only)}: there is no such model; docs/coverage.md lists them")
+    usable_file(arguments.output)
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     measure_time._FEWEST_RUNS = measure_time._MOST_RUNS = 2  # times are not looked at here
@@ -209,7 +215,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if arguments.device != "cpu" else "a CPU"
     machine += f", torch {torch.__version__}"
     begin, lines, skipped = time.perf_counter(), list[dict[str, Any]](), []
-    for library, name, seen, make in models(arguments.only):
+    for library, name, seen, make in chosen:
         if time.perf_counter() - begin > arguments.limit_seconds:
             skipped.append(name)
             continue

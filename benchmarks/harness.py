@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.refusing import earlier_results, refuse, seconds_above_0, usable_folder
 from torch import nn
 
 import lowtide
@@ -334,17 +335,17 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every measuring command has."""
     add_device_argument(parser)
-    parser.add_argument("--seconds", type=float, help="stop after this time; what was measured is written")
+    parser.add_argument("--seconds", type=seconds_above_0, help="stop after this time; what was measured is written")
     parser.add_argument("--output", type=Path, help="a folder for the results (default: beside the others of its kind)")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only networks whose name contains one")
     parser.add_argument("--tiny", action="store_true", help="small networks, to see that it works; written elsewhere")
 
 
-def output_folder(arguments: argparse.Namespace, default: Path) -> Path:
-    """Where results go: tiny ones never beside those that are worth keeping."""
-    if arguments.output is not None:
-        return Path(arguments.output)
-    return Path(tempfile.mkdtemp(prefix="lowtide-tiny-")) if arguments.tiny else default
+def output_folder(given: Path | None, default: Path, *, is_tiny: bool) -> Path:
+    """Where results go, made where it does not exist: tiny ones never beside those that are worth keeping."""
+    if given is None and is_tiny:
+        return Path(tempfile.mkdtemp(prefix="lowtide-tiny-"))
+    return usable_folder(given or default)
 
 
 def is_chosen(name: str, only: Sequence[str]) -> bool:
@@ -367,22 +368,23 @@ class Run:
         self.clock = Clock(arguments.seconds)
         self.facts = machine_facts(device)
         self.is_tiny: bool = arguments.tiny
-        self.folder = output_folder(arguments, results)
+        self.folder = output_folder(arguments.output, results, is_tiny=arguments.tiny)
         self.stem = f"{name}-{'tiny-' if arguments.tiny else ''}{short_name(device)}"
 
-    def resumed(self, path: Path) -> dict[str, Any]:
-        """The values of an earlier run that this one goes on with; its date and command stay in the facts.
+    @contextmanager
+    def resumed(self, path: Path) -> Iterator[dict[str, Any]]:
+        """The values of an earlier run that this one goes on with, to be taken apart in the block.
 
-        Raises:
-            SystemExit: where they are of another machine or version.
+        Its date and command stay in the facts. Those of another machine or version are refused, and other files.
         """
-        values: dict[str, Any] = json.loads(path.read_text())
-        for fact in ("machine", "torch"):
-            if values["facts"][fact] != self.facts[fact]:
-                raise SystemExit(f"those results are of {values['facts'][fact]}, this is {self.facts[fact]}")
-        last = {name: values["facts"][name] for name in ("date", "command")}
-        self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
-        return values
+        with earlier_results(path) as values:
+            for fact in ("machine", "torch"):
+                there, here = values["facts"][fact], self.facts[fact]
+                if there != here:
+                    refuse(f"{path}: those results are of {there}, this is {here}; run without --resume")
+            last = {name: values["facts"][name] for name in ("date", "command")}
+            self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
+            yield values
 
     @property
     def files(self) -> str:

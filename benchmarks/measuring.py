@@ -9,7 +9,6 @@ whose plain step does not fit have a chain, and no comparison.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, refuse, seconds_above_0, usable_folder
 from torch import nn
 
 import lowtide
@@ -148,14 +148,19 @@ HEADING = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     harness.add_device_argument(parser)
-    parser.add_argument("--limit-seconds", type=float, default=330.0, help="begin no further network after this")
+    parser.add_argument(
+        "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further network after this"
+    )
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    names = dict.fromkeys(setting["name"] for setting in SETTINGS.values())
+    if arguments.only and not {*arguments.only} & {*SETTINGS, *names}:
+        refuse(f"--only {' '.join(arguments.only)}: there is no such network; there are {', '.join(names)}")
+    usable_folder(arguments.output)
     machine = torch.cuda.get_device_name() if arguments.device != "cpu" else "a CPU"
     print(f"{machine}, torch {torch.__version__}\n{HEADING}", flush=True)
     begin, lines, skipped = time.perf_counter(), list[dict[str, Any]](), list[str]()

@@ -10,13 +10,13 @@ the last leaves and comes back, and nothing runs again; nothing is copied, so th
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from benchmarks.refusing import Parser, count
 from torch import nn
 
 import lowtide
@@ -167,9 +167,9 @@ def repeated_share(chain: lowtide.Chain, schedule: lowtide.Schedule) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", choices=sorted(NETWORKS))
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=count, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in NETWORKS:

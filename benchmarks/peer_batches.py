@@ -13,6 +13,7 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_networks import Network, layers_of
 from benchmarks.peer_ways import Call, as_it_is, each_layer, in_segments, saved_on_cpu
+from benchmarks.refusing import refuse_unless_chosen
 from torch import nn
 
 import lowtide
@@ -213,6 +214,7 @@ def budget_within(run: Run, limit_bytes: int) -> int:
 
 def largest_batches(run: Run, networks: Sequence[Network], limits: Sequence[str], only: Sequence[str] = ()) -> None:
     """All networks, limits and ways (or some), in that order, but the slowest way last; written after each."""
+    refuse_unless_chosen("--ways", only, [name for network in networks for name in ways_of(run, network)])
     for is_slow, network in itertools.product((False, True), networks):
         for limit in limits:
             start = 4

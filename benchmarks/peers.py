@@ -20,7 +20,6 @@ at the end.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +34,15 @@ from benchmarks.peer_batches import Batches, batch_lines, largest_batches
 from benchmarks.peer_claim import Row, draw, report_lines, verdicts
 from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
 from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_segments, saved_on_cpu
+from benchmarks.refusing import (
+    Parser,
+    count,
+    earlier_results,
+    ratio,
+    refuse_unless_chosen,
+    usable_folder,
+    written_bytes,
+)
 from torch import nn
 
 import lowtide
@@ -83,9 +91,9 @@ class Run(harness.Run):
             dict(FIRST_GUESS_SECONDS) if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
         )
         if arguments.resume:
-            values = self.resumed(arguments.resume)
-            self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
-            self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
+            with self.resumed(arguments.resume) as values:
+                self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
+                self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
 
     def of(self, network: Network) -> list[Row]:
         """The rows of a network so far."""
@@ -332,32 +340,39 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
                 harness.release(run.device)
 
 
+def draw_again(path: Path) -> None:
+    """Table and picture of earlier results."""
+    with earlier_results(path) as values:
+        entries = [Batches(**entry) for entry in values["largest_batches"]]
+        rows = [Row(**row) for row in values["rows"]]
+        facts, skipped = values["facts"], list(values["skipped"])
+    write(usable_folder(path.parent), path.stem, facts, rows, entries, skipped)
+    print(f"written to {harness.written_files(path.parent, path.stem)}")
+
+
 def main(given: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     harness.add_common_arguments(parser)
     parser.add_argument("--passes", nargs="*", choices=list(PASSES), default=list(PASSES))
-    parser.add_argument("--memory-budgets", nargs="*", type=float, default=[0.5, 0.2], help="activation_memory_budget")
-    parser.add_argument("--segments", nargs="*", type=int, help="numbers of segments for checkpoint_sequential")
+    parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
+    parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
     parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
-    parser.add_argument("--limits", nargs="*", default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch")
+    parser.add_argument(
+        "--limits", nargs="*", type=written_bytes, default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch"
+    )
     parser.add_argument("--ways", nargs="*", default=[], help="for --largest-batch: only ways whose name contains one")
     arguments = parser.parse_args(given)
     if arguments.draw:
-        values = json.loads(arguments.draw.read_text())
-        entries = [Batches(**entry) for entry in values["largest_batches"]]
-        rows = [Row(**row) for row in values["rows"]]
-        write(arguments.draw.parent, arguments.draw.stem, values["facts"], rows, entries, values["skipped"])
+        draw_again(arguments.draw)
         return
     device = torch.device(arguments.device)
-    networks = [
-        n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.title + n.name, arguments.only)
-    ]
-    if not networks:
-        parser.error(f"no network's name contains {' or '.join(arguments.only)}")
+    networks = TINY if arguments.tiny else NETWORKS
+    refuse_unless_chosen("--only", arguments.only, [f"{n.title} ({n.name})" for n in networks])
+    networks = [n for n in networks if harness.is_chosen(f"{n.title} ({n.name})", arguments.only)]
     run = Run(arguments, device)
     try:
         with run.clock.enforced():

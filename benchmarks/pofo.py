@@ -11,16 +11,17 @@ count both threads of the backward phase) say more than those of the clock.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.refusing import Parser, refuse, usable_file
 from benchmarks.solvers import chain_of
 
 import lowtide
+from lowtide.files import read_json
 from lowtide.units import parse_bandwidth
 
 REACH_SECONDS = {37: 1.0, 110: 8.0, 339: 90.0}
@@ -31,15 +32,21 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "chains").glob("*
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given again)")
     parser.add_argument("--most-stages", type=int, default=100, help="leave longer example networks out")
     parser.add_argument("--bandwidth", default="12GB/s", help="the default is the paper's measured link")
     parser.add_argument("--plot", type=Path, help="draw time against stages and slots into this file")
     parser.add_argument("--json", type=Path, help="keep the figures here; parts that are not run stay as they are")
     options = parser.parse_args()
-    kept: dict[str, Any] = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    bandwidth = parse_bandwidth(options.bandwidth)
+    for path in (options.plot, options.json):
+        if path is not None:
+            usable_file(path)
+    try:
+        kept = kept_figures(options.json)
+        bandwidth = parse_bandwidth(options.bandwidth)
+    except lowtide.LowtideError as error:
+        refuse(str(error))
     solved(chain_of(12), 0.4, 50, bandwidth)
     solved(chain_of(5), 0.6, 50, bandwidth)
     for part in options.part or PARTS:
@@ -48,6 +55,14 @@ def main() -> None:
             options.json.write_text(json.dumps(kept, indent=1) + "\n")
     if options.plot and "stages" in kept and "slots" in kept:
         draw(options.plot, kept["stages"], kept["slots"])
+
+
+def kept_figures(path: Path | None) -> dict[str, Any]:
+    """The parts that an earlier run has kept in a file; none where there is no file yet."""
+    kept = read_json(path, lowtide.LowtideError) if path is not None and path.exists() else {}
+    if not isinstance(kept, dict) or not all(isinstance(rows, list) for rows in kept.values()):
+        raise lowtide.LowtideError(f"{path}: is not a file of figures of this command; name another")
+    return kept
 
 
 def run_part(part: str, most_stages: int, bandwidth: int) -> list[dict[str, Any]]:

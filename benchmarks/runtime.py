@@ -9,18 +9,19 @@ several budgets, by recomputation alone (`rotor`) and with offloading (`pofo`); 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks import harness
 from benchmarks.peer_networks import PADDED_VOCABULARY
+from benchmarks.refusing import Parser, refuse_unless_chosen, usable_file
 from torch import nn
 
 import lowtide
@@ -182,14 +183,19 @@ def bench(network: Network, device: torch.device) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small networks on the CPU")
-    parser.add_argument("--output", help="write everything as JSON")
+    parser.add_argument("--output", type=Path, help="write everything as JSON")
     parser.add_argument("--only", help="only networks whose name contains this")
     arguments = parser.parse_args()
     tiny = arguments.tiny or not torch.cuda.is_available()
     device = torch.device("cpu" if tiny else "cuda")
-    networks = [n for n in (TINY if tiny else LARGE) if arguments.only is None or arguments.only in n.name]
+    networks = TINY if tiny else LARGE
+    if arguments.only is not None:
+        refuse_unless_chosen("--only", [arguments.only], [network.name for network in networks])
+        networks = [network for network in networks if arguments.only.lower() in network.name.lower()]
+    if arguments.output is not None:
+        usable_file(arguments.output)
     begin, rows = time.perf_counter(), []
     for network in networks:
         rows += bench(network, device)
@@ -203,8 +209,7 @@ def main() -> None:
         "rows": [asdict(row) for row in rows],
     }
     if arguments.output:
-        with open(arguments.output, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(f"\n{report['machine']}, torch {report['torch']}, {report['total_seconds']:.0f} s in all")
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.scale --device cpu                     # a few minutes
     python -m benchmarks.scale --device cuda --seconds 120 --output DIR
+    python -m benchmarks.scale --only equal                     # one series: equal or different stages, sizes, budgets
     python -m benchmarks.scale --tiny                           # seconds
 
 The networks are chains of small blocks (a linear layer and tanh), once all equal (lowtide measures equal stages once)
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, refuse_unless_chosen
 from torch import nn
 
 import lowtide
@@ -43,6 +45,7 @@ SHARE = 0.5
 BANDWIDTH = 12 * 10**9
 # A first step is timed so often, each time attached anew, and the best taken.
 NUM_ATTACHED = 3
+SERIES = ("equal stages", "different stages", "sizes", "budgets")
 STRATEGIES = ("segments", "dynamic-selection", "revolve", "rotor", "pofo")
 # No strategy is asked for a chain on which it would take longer, growing with the cube of the stages.
 PATIENCE_SECONDS = 120.0
@@ -53,7 +56,7 @@ class Row:
     """One network, or one budget of it."""
 
     series: str
-    """`"equal stages"`, `"different stages"`, `"budgets"` or `"sizes"`."""
+    """One of `SERIES`."""
     num_stages: int
     width: int
     share: float = SHARE
@@ -137,8 +140,13 @@ class Run(harness.Run):
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         super().__init__("scale", arguments, device, RESULTS)
         self.rows: list[Row] = []
+        self.only: list[str] = arguments.only
         self._last: dict[str, tuple[int, float]] = {}
         """The stages and seconds of each strategy's longest chain so far."""
+
+    def allows(self, series: str) -> bool:
+        """Whether a series was asked for, and there is time for one more row of it."""
+        return harness.is_chosen(series, self.only) and self.clock.allows(0)
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results."""
@@ -223,7 +231,7 @@ def measure_all(run: Run) -> None:
     for num_stages in shorter:
         by_stages(run, num_stages, strategies)
     for width in (16, 32) if run.is_tiny else WIDTHS:
-        if run.clock.allows(0):
+        if run.allows("sizes"):
             measured_row(run, Row("sizes", 5 if run.is_tiny else NUM_STAGES_FOR_SIZES, width), ("rotor",))
     by_budgets(run, 10 if run.is_tiny else NUM_STAGES_FOR_BUDGETS, strategies)
     by_stages(run, longest, strategies)
@@ -232,16 +240,18 @@ def measure_all(run: Run) -> None:
 def by_stages(run: Run, num_stages: int, strategies: Sequence[str]) -> None:
     """One length of chain, with equal and with different stages."""
     for series, own in (("equal stages", strategies), ("different stages", ("rotor",))):
-        if run.clock.allows(0):
+        if run.allows(series):
             measured_row(run, Row(series, num_stages, WIDTH), own)
 
 
 def by_budgets(run: Run, num_stages: int, strategies: Sequence[str]) -> None:
     """Solving times of one chain for several budgets."""
+    if not run.allows("budgets"):
+        return
     model = Chained(widths_of("budgets", num_stages, WIDTH)).to(run.device)
     _, chain = capture_and_measure(model, {"x": torch.randn(BATCH, WIDTH, device=run.device)})
     for share in (0.3, 0.6) if run.is_tiny else BUDGET_SHARES:
-        if run.clock.allows(0):
+        if run.allows("budgets"):
             row = Row("budgets", num_stages, WIDTH, share)
             run.solve(row, chain, budget_of(chain, share), strategies)
             run.add(row)
@@ -319,9 +329,10 @@ def plot(
 
 def main(given: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     harness.add_common_arguments(parser)
     arguments = parser.parse_args(given)
+    refuse_unless_chosen("--only", arguments.only, SERIES)
     run = Run(arguments, torch.device(arguments.device))
     try:
         with run.clock.enforced():

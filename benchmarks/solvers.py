@@ -10,11 +10,12 @@ the solve takes half of them.
 
 from __future__ import annotations
 
-import argparse
 import random
 import resource
 import time
 from pathlib import Path
+
+from benchmarks.refusing import Parser
 
 import lowtide
 
@@ -37,7 +38,7 @@ def chain_of(num_stages: int) -> lowtide.Chain:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--large", action="store_true", help="1000 stages too")
     large = parser.parse_args().large
     for strategy in STRATEGIES:  # compile

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from benchmarks import harness
 from benchmarks.peer_claim import Row, by_network
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
+from benchmarks.refusing import Parser, earlier_results, refuse_unless_chosen, usable_folder
 from benchmarks.variant_picture import WHOLE, draw
 from torch import nn
 
@@ -51,8 +51,8 @@ class Run(harness.Run):
         self.rows: list[Row] = []
         self.stages: dict[str, Any] = {}
         if arguments.resume:
-            values = self.resumed(arguments.resume)
-            self.rows, self.stages = [Row(**row) for row in values["rows"]], values["stages"]
+            with self.resumed(arguments.resume) as values:
+                self.rows, self.stages = [Row(**row) for row in values["rows"]], dict(values["stages"])
 
     def row(self, network: Network, way: str, measure: Callable[[Row], None], **more: Any) -> Row:
         """Measure one row, print it and write everything."""
@@ -264,20 +264,28 @@ def _rows_of_single_variants(
             run.row(network, f"all blocks at {name}", lambda row: run.time(model, model, batch, row))
 
 
+def draw_again(path: Path) -> None:
+    """Table and picture of earlier results."""
+    with earlier_results(path) as values:
+        facts, rows, stages = values["facts"], [Row(**row) for row in values["rows"]], dict(values["stages"])
+    write(usable_folder(path.parent), path.stem, facts, rows, stages)
+    print(f"written to {harness.written_files(path.parent, path.stem)}")
+
+
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     harness.add_common_arguments(parser)
     parser.add_argument("--resume", type=Path, help="results of an earlier run, whose other networks stay")
     parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
     arguments = parser.parse_args(given)
     if arguments.draw:
-        values = json.loads(arguments.draw.read_text())
-        rows = [Row(**row) for row in values["rows"]]
-        write(arguments.draw.parent, arguments.draw.stem, values["facts"], rows, values["stages"])
+        draw_again(arguments.draw)
         return
     device = torch.device(arguments.device)
+    networks = TINY if arguments.tiny else NETWORKS
+    refuse_unless_chosen("--only", arguments.only, [network.name for network in networks])
+    networks = [network for network in networks if harness.is_chosen(network.name, arguments.only)]
     run = Run(arguments, device)
-    networks = [n for n in (TINY if arguments.tiny else NETWORKS) if harness.is_chosen(n.name, arguments.only)]
     try:
         with run.clock.enforced():
             for measure, network in itertools.product((measure_network, measure_whole), networks):

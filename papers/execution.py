@@ -7,7 +7,6 @@ what was predicted.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import earlier_results, refuse_unless_chosen, usable_folder
 from torch import nn
 
 import lowtide
@@ -202,8 +202,10 @@ class Paper(Generic[P]):
 
     def draw_again(self, path: Path) -> None:
         """Table and picture of earlier results."""
-        values = json.loads(path.read_text())
-        self.write(path.parent, path.stem, values["facts"], self.points_of(values), values["notes"])
+        with earlier_results(path) as values:
+            facts, points, notes = values["facts"], self.points_of(values), list(values["notes"])
+        self.write(usable_folder(path.parent), path.stem, facts, points, notes)
+        print(f"written to {harness.written_files(path.parent, path.stem)}")
 
 
 class Run(harness.Run, Generic[P]):
@@ -216,7 +218,8 @@ class Run(harness.Run, Generic[P]):
         self.points: list[P] = []
         self.notes: list[str] = []
         if arguments.resume:
-            self.points = paper.points_of(self.resumed(arguments.resume))
+            with self.resumed(arguments.resume) as values:
+                self.points = paper.points_of(values)
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results; drawing takes a second, and is left for the end."""
@@ -250,6 +253,7 @@ class Run(harness.Run, Generic[P]):
             is_done: whether an earlier run left nothing to do for a title.
             experiment: adds the points of one network.
         """
+        refuse_unless_chosen("--only", self.only, [name for name, _, _ in settings])
         try:
             with self.clock.enforced():
                 for name, image, batch in settings:

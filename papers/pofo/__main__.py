@@ -5,8 +5,9 @@
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
 ratio of link to compute; the default is the paper's. `--bandwidth` and `--time-scale` make another one. Chains of more
-than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots. `--keep` leaves
-other networks' points of an earlier run in the results.
+than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots; without
+`--output` its results go to a folder of their own. `--keep` leaves other networks' points of an earlier run in the
+results.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, earlier_results, refuse
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -35,20 +37,21 @@ CHAINS = HERE.parent.parent / "examples" / "chains" / "h200"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the experiment and write its results."""
     options = _parser().parse_args(arguments)
-    setting = _setting(options)
-    chains = [_read(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
+    try:
+        setting = _setting(options)
+        chains = [lowtide.Chain.load(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
+    except lowtide.LowtideError as error:
+        refuse(str(error))
+    folder = harness.output_folder(options.output, HERE / "results", is_tiny=options.quick)
+    kept = _kept(folder / f"{setting.name}.json") if options.keep else []
     points = _run(chains, setting, quick=options.quick, coarse_above=options.coarse_above)
-    options.output.mkdir(parents=True, exist_ok=True)
-    if options.keep:
-        points = _merged(_kept(options.output / f"{setting.name}.json"), points)
-    lines = write(options.output, setting, points)
+    lines = write(folder, setting, _merged(kept, points) if options.keep else points)
     sys.stdout.write("\n".join(lines))
+    print(f"written to {folder}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m papers.pofo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, prog="python -m papers.pofo")
     parser.add_argument("chains", nargs="*", type=Path, metavar="CHAIN.json")
     parser.add_argument("--setting", choices=SETTINGS, default="v100")
     parser.add_argument("--bandwidth", help="of figure 2; figure 3 goes from there to three times as much")
@@ -56,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--coarse-above", type=int, default=100, metavar="STAGES")
-    parser.add_argument("--output", type=Path, default=HERE / "results")
+    parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
     return parser
 
 
@@ -68,10 +71,6 @@ def _setting(options: argparse.Namespace) -> Setting:
     scale = setting.time_scale if options.time_scale is None else options.time_scale
     several = gigabytes(*(bandwidth / 1e9 * factor for factor in (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)))
     return Setting("own", f"times of the chains times {scale:g}", scale, bandwidth, several)
-
-
-def _read(path: Path) -> lowtide.Chain:
-    return lowtide.Chain.from_dict(json.loads(path.read_text()))
 
 
 def _run(chains: list[lowtide.Chain], setting: Setting, *, quick: bool, coarse_above: int) -> list[Point]:
@@ -89,7 +88,10 @@ def _run(chains: list[lowtide.Chain], setting: Setting, *, quick: bool, coarse_a
 
 
 def _kept(path: Path) -> list[Point]:
-    return [Point(**entry) for entry in json.loads(path.read_text())["points"]] if path.exists() else []
+    if not path.exists():
+        return []
+    with earlier_results(path) as values:
+        return [Point(**entry) for entry in values["points"]]
 
 
 def _merged(kept: list[Point], points: list[Point]) -> list[Point]:

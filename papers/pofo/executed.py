@@ -16,12 +16,12 @@ picture at the end. `--resume` leaves out each network and α of which all algor
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from benchmarks.refusing import Parser
 
 import lowtide
 from lowtide.runtime.bandwidth import measured_bandwidth
@@ -129,7 +129,7 @@ def experiment(run: Run[Point], alphas: Sequence[float], name: str, image: int, 
 
 def main(given: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
     parser.add_argument(
         "--alphas", nargs="+", type=float, default=list(ALPHAS), metavar="RATIO", help="memory ratios, in this order"

@@ -18,11 +18,11 @@ at the end.
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 
 import torch
+from benchmarks.refusing import Parser, count
 
 import lowtide
 from lowtide import zoo
@@ -120,13 +120,13 @@ def experiment(run: Run[Point], setting: tuple[str, int, int], num_budgets: int,
 
 def main(given: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_arguments(parser)
     parser.add_argument("--full", action="store_true", help="the paper's grid of networks, image and batch sizes")
-    parser.add_argument("--image", type=int, help="pixels a side, for every network")
-    parser.add_argument("--batch", type=int, help="batch size, for every network")
-    parser.add_argument("--budgets", type=int, help="budgets for rotor and revolve (default: 10; 5 with --seconds)")
-    parser.add_argument("--segments", type=int, help="numbers of segments (default: 10; 3 with --seconds)")
+    parser.add_argument("--image", type=count, help="pixels a side, for every network")
+    parser.add_argument("--batch", type=count, help="batch size, for every network")
+    parser.add_argument("--budgets", type=count, help="budgets for rotor and revolve (default: 10; 5 with --seconds)")
+    parser.add_argument("--segments", type=count, help="numbers of segments (default: 10; 3 with --seconds)")
     arguments = parser.parse_args(given)
     if arguments.draw:
         PAPER.draw_again(arguments.draw)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser, refuse_unless_chosen
 from torch import nn
 
 import lowtide
@@ -68,11 +69,11 @@ class Run(harness.Run):
         self.figure: Figure | None = None
         self.skipped: list[str] = []
         if arguments.resume:
-            values = self.resumed(arguments.resume)
-            rows = [Row(**row) for row in values["rows"]]
+            with self.resumed(arguments.resume) as values:
+                rows = [Row(**row) for row in values["rows"]]
+                self.figure = Figure.from_dict(values["figure_5"]) if values["figure_5"] else None
             whole = {(row.network, row.batch) for row in rows if row.method == LAST_METHOD}
             self.rows = [row for row in rows if (row.network, row.batch) in whole]
-            self.figure = Figure.from_dict(values["figure_5"]) if values["figure_5"] else None
 
     def has(self, network: str, batch: int) -> bool:
         """Whether an earlier run came to the end of a network and batch size."""
@@ -202,14 +203,16 @@ def least_budget(chain: lowtide.Chain, strategy: str) -> int:
 
 def main(given: list[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     harness.add_common_arguments(parser)
     parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
     arguments = parser.parse_args(given)
+    settings = TINY if arguments.tiny else SETTINGS
+    refuse_unless_chosen("--only", arguments.only, [name for name, _ in settings])
     run = Run(arguments, torch.device(arguments.device))
     try:
         with run.clock.enforced():
-            for name, batch in TINY if arguments.tiny else SETTINGS:
+            for name, batch in settings:
                 if run.has(name, batch) or not harness.is_chosen(name, arguments.only):
                     continue
                 if not run.allows(f"{name}, batch {batch}"):

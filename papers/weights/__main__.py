@@ -8,13 +8,13 @@ Writes weights.json, .md and .png (figure 4), with the machine, the versions and
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks import harness
+from benchmarks.refusing import Parser
 from rich.console import Console
 from rich.progress import Progress
 
@@ -110,17 +110,16 @@ def draw_figure_4(plt: Any, results: list[dict[str, Any]]) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run everything and write the results."""
-    parser = argparse.ArgumentParser(
-        prog="python -m papers.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__, prog="python -m papers.weights")
     parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
     parser.add_argument("--tiny", action="store_true", help="one row of each, to see that it works")
     arguments = parser.parse_args(given)
+    folder = harness.output_folder(arguments.output, RESULTS, is_tiny=arguments.tiny)
     part = slice(-1, None) if arguments.tiny else slice(None)
     table = [(row, 12.0) for row in TABLE_1[part]]
     figure = [(row, bandwidth) for row in FIGURE_4[part] for bandwidth in BANDWIDTHS[part]]
     results = _run([*table, *figure])
-    write(harness.output_folder(arguments, RESULTS), results[: len(table)], results[len(table) :])
+    write(folder, results[: len(table)], results[len(table) :])
 
 
 def _run(jobs: Sequence[tuple[Row, float]]) -> list[dict[str, Any]]:
