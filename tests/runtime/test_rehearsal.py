@@ -1,0 +1,71 @@
+"""Trial steps show what training takes, where modules carry tensors over and where weights are large, too."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from tests.runtime.training import batches
+from torch import nn
+
+import lowtide
+from lowtide.runtime.meter import Meter
+
+SHAPE = (128, 128)
+
+
+def normed(kind: str) -> nn.Sequential:
+    """Each forward puts a computed weight in the place of the last one's; that of spectral_norm is at first the
+    parameter itself, by another name.
+    """
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch advises the parametrizations, which do not do that
+        norm = getattr(nn.utils, kind)
+        return nn.Sequential(*(nn.Sequential(norm(nn.Linear(SHAPE[1], SHAPE[1])), nn.Tanh()) for _ in range(6)))
+
+
+def mean_square(result: torch.Tensor) -> torch.Tensor:
+    return result.square().mean()
+
+
+def options_for(model: nn.Module) -> dict:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
+    return {"optimizer": optimizer, "loss": mean_square, "bandwidth": 0}
+
+
+def least_of(model: nn.Module, x: torch.Tensor, options: dict) -> int:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, **options)
+    assert str(caught.value.minimum_bytes) in str(caught.value)
+    return caught.value.minimum_bytes
+
+
+def peak_of_steps(model: nn.Module, inputs: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    gc.collect()
+    with Meter("cpu") as meter:
+        for x in inputs:
+            result = model(x)
+            mean_square(result).backward()
+            del result
+            optimizer.step()
+            optimizer.zero_grad()
+        return meter.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm"])
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_the_budget_holds_where_forwards_replace_weights(kind, has_trained):
+    model, inputs = normed(kind), batches(SHAPE, 4)
+    options = options_for(model)
+    if has_trained:
+        peak_of_steps(model, inputs[:1], options["optimizer"])
+    least = least_of(model, inputs[0], options)
+    for budget in (least, int(1.05 * least)):
+        with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
+            assert plan.stats().predicted_peak_bytes <= budget
+            peak = peak_of_steps(model, inputs, options["optimizer"])
+            assert peak <= budget
+            assert peak == pytest.approx(plan.stats().predicted_peak_bytes, rel=0.05)
