@@ -11,6 +11,7 @@ from tests.runtime.training import batches
 from torch import nn
 
 import lowtide
+from lowtide.runtime import planning
 from lowtide.runtime.meter import Meter
 
 SHAPE = (128, 128)
@@ -25,6 +26,25 @@ def normed(kind: str) -> nn.Sequential:
         warnings.simplefilter("ignore", FutureWarning)  # torch advises the parametrizations, which do not do that
         norm = getattr(nn.utils, kind)
         return nn.Sequential(*(nn.Sequential(norm(nn.Linear(SHAPE[1], SHAPE[1])), nn.Tanh()) for _ in range(6)))
+
+
+class WideResidual(nn.Module):
+    """One stage, since two tensors cross inside, whose backward lets activations go while gradients of weights come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SHAPE[1], SHAPE[1]) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y).tanh().sin().exp()
+        return x + y
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh(), nn.SiLU(), nn.Softplus(), WideResidual())
 
 
 def mean_square(result: torch.Tensor) -> torch.Tensor:
@@ -69,3 +89,25 @@ def test_the_budget_holds_where_forwards_replace_weights(kind, has_trained):
             peak = peak_of_steps(model, inputs, options["optimizer"])
             assert peak <= budget
             assert peak == pytest.approx(plan.stats().predicted_peak_bytes, rel=0.05)
+
+
+def test_the_least_is_what_the_leanest_schedule_takes():
+    model, inputs = wide(), batches(SHAPE, 4)
+    options = options_for(model)
+    least = least_of(model, inputs[0], options)
+    with lowtide.fit(model, inputs[0], memory_budget=least, **options) as plan:
+        assert plan.stats().predicted_peak_bytes <= least
+        peak = peak_of_steps(model, inputs, options["optimizer"])
+        assert 0.95 * least <= peak <= least
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.fit(model, inputs[0], memory_budget=int(0.97 * least), **options)
+
+
+def test_a_prediction_is_corrected_by_more_than_the_base():
+    stages = [lowtide.Stage(str(k), 1.0, 1.0, 4, 4, weight_bytes=20, optimizer_bytes=40) for k in range(3)]
+    chain = lowtide.Chain("weights", stages, base_bytes=10)
+    assert planning._corrected(chain, 30).base_bytes == 40
+    for less in (5, 10, 60, 130):
+        corrected = planning._corrected(chain, -less)
+        assert corrected.fixed_bytes == chain.fixed_bytes - less
+        assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
