@@ -111,3 +111,13 @@ def test_a_prediction_is_corrected_by_more_than_the_base():
         corrected = planning._corrected(chain, -less)
         assert corrected.fixed_bytes == chain.fixed_bytes - less
         assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
+
+
+def test_copies_of_buffers_for_afterwards_do_not_count():
+    model, inputs = wide(), batches(SHAPE, 3)
+    model[1].register_buffer("table", torch.zeros(2**20))
+    options = options_for(model)
+    budget = int(1.03 * peak_of_steps(model, inputs, options["optimizer"]))
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
+        assert plan.stats().predicted_peak_bytes <= budget
+        assert peak_of_steps(model, inputs, options["optimizer"]) <= budget
