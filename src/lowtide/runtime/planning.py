@@ -203,7 +203,7 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
 def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
     best: Planned | None = None
     notes: list[str] = list(chain.provenance.get("notes", ()))
-    loss_bytes = _unknown_loss_bytes(chain, settings)
+    loss_bytes, after_bytes = _unknown_loss_bytes(chain, settings), _optimizer_step_bytes(model, chain, settings)
     if loss_bytes:
         notes.append(
             f"the loss is not known (loss=): {format_bytes(loss_bytes)}, a copy of the result, are left for it"
@@ -218,7 +218,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
         except InfeasibleBudgetError as error:
             if best is not None:
                 break  # a corrected prediction fits no more; what was seen to fit does
-            best = _leanest(error, model, sample, split, chain, settings, unknown_bytes, tuple(notes))
+            best = _leanest(error, model, sample, split, chain, settings, unknown_bytes, after_bytes, tuple(notes))
             notes, chain = list(best.notes), best.chain  # with less predicted, there may be a quicker one
             continue
         planned = Planned(split, solution, None, tuple(notes))
@@ -238,7 +238,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
         notes.append(_correction(measured, solution.peak_bytes))
         if not fits and tried:
             off *= 2  # schedules differ in how far they are off: leave room for that
-        chain = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + off))
+        chain = _corrected(chain, off)
         if best is planned:
             best = dataclasses.replace(planned, solution=solution.on(chain), notes=tuple(notes))
     if best is None:
@@ -297,6 +297,7 @@ def _leanest(
     chain: Chain,
     settings: Settings,
     unknown_bytes: int,
+    after_bytes: int,
     notes: tuple[str, ...],
 ) -> Planned:
     """The leanest schedule, where a trial step shows that it takes less than predicted and stays within the budget.
@@ -312,17 +313,32 @@ def _leanest(
         raise error from None
     if measured <= settings.memory_budget:
         note = _correction(measured, solution.peak_bytes)
-        lower = dataclasses.replace(chain, base_bytes=max(0, chain.base_bytes + measured - solution.peak_bytes))
+        lower = _corrected(chain, measured - solution.peak_bytes)
         return Planned(split, solution.on(lower), measured, (*notes, note))
-    if measured <= error.minimum_bytes:
-        raise error from None
+    room = _ROUNDING_BYTES if device_of(model).type == "cuda" else 0  # trial steps differ, too
+    least_bytes = max(measured, min(measured + room, error.minimum_bytes), after_bytes)
     advice = "raise it" if settings.bandwidth else "raise it, or allow offloading"
     raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
-        f"{format_bytes(measured)} ({measured} bytes) that the leanest schedule of this model took in a trial step; "
-        f"{advice}",
-        minimum_bytes=measured,
+        f"{format_bytes(least_bytes)} ({least_bytes} bytes) that this model needs at the least, by a trial step of its "
+        f"leanest schedule; {advice}",
+        minimum_bytes=least_bytes,
     ) from None
+
+
+def _corrected(chain: Chain, more_bytes: int) -> Chain:
+    """The chain with so much more on the device all the time, or less.
+
+    Where the base has less than is to be taken off (in a stage with large weights, activations go while gradients come;
+    a chain counts the whole of both), the rest is taken off the optimizer's state: what is executed moves neither.
+    """
+    base_bytes = max(0, chain.base_bytes + more_bytes)
+    rest, stages = base_bytes - chain.base_bytes - more_bytes, []
+    for stage in chain.stages:
+        taken = min(rest, stage.optimizer_bytes)
+        rest -= taken
+        stages.append(dataclasses.replace(stage, optimizer_bytes=stage.optimizer_bytes - taken) if taken else stage)
+    return dataclasses.replace(chain, base_bytes=base_bytes, stages=tuple(stages))
 
 
 def _correction(measured_bytes: int, predicted_bytes: int) -> str:
@@ -339,9 +355,7 @@ def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) ->
     Raises:
         InfeasibleBudgetError: where that alone is more than the budget; `minimum_bytes` is enough for a schedule, too.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients = 0 if chain.grads_resident else sum(stage.weight_grad_bytes for stage in chain.stages)
-    least = chain.fixed_bytes + gradients + optimizer_step_bytes(settings.optimizer, model.parameters(), device)
+    least = _optimizer_step_bytes(model, chain, settings)
     if least <= settings.memory_budget:
         return
     try:
@@ -355,6 +369,13 @@ def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) ->
         "themselves; raise it, or use a leaner optimizer",
         minimum_bytes=least,
     )
+
+
+def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) -> int:
+    """All that is there while the optimizer makes its step."""
+    gradients = 0 if chain.grads_resident else sum(stage.weight_grad_bytes for stage in chain.stages)
+    step_bytes = optimizer_step_bytes(settings.optimizer, model.parameters(), device_of(model))
+    return chain.fixed_bytes + gradients + step_bytes
 
 
 def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:

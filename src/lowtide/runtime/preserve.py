@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.lists import Contents
+from lowtide.runtime.meter import exclude
 from lowtide.runtime.rng import Generators
 
 
@@ -55,7 +56,12 @@ class _TensorState:
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         self._data = tensor.data if is_plain else None
         self._grad = tensor.grad if tensor.is_leaf else None
-        self._value = None if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+        self._value: torch.Tensor | None = None
+        if not isinstance(tensor, nn.Parameter):
+            # In host memory, and not counted where that is the device: training has no such copies, trial steps show
+            # what it takes. Tables, queues and quantised weights may be large.
+            is_moved = is_plain and tensor.device.type in ("cpu", "cuda")
+            self._value = exclude(tensor.detach().to("cpu", copy=True)) if is_moved else tensor.detach().clone()
 
     def restore(self) -> None:
         if self._data is not None and self._data.data_ptr() != self._tensor.data_ptr():

@@ -72,25 +72,34 @@ def rehearse(
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
 
-    execution = execution_for(call)
-    holder.append(execution)
+    holder.append(execution_for(call))
     let_go(device)
     set_aside_bytes = _gradient_bytes(model)
     state = _state_to_come(model, step.optimizer)
     lists = StageLists(model.modules())
     found = lists.before()
     with preserved(model), torch.enable_grad():
-        execution.install()
+        holder[0].install()
         try:
             _set_gradients(model, resident=step.grads_resident)
-            carried_bytes = _carried_bytes(model)
+            carried = _carried(model)
             with Meter(device) as meter:
                 _run(model, step)
-                if _carried_bytes(model) > carried_bytes:  # it is there from the second step on
+                peak_bytes, now = meter.peak_bytes, _carried(model)
+                replaced_bytes = sum(num_bytes for key, num_bytes in carried.items() if key not in now)
+                if now.keys() != carried.keys():  # the second step finds others
+                    if replaced_bytes:
+                        # `preserved` keeps what the first step replaced, which training lets go on the way. So one
+                        # more first step begins with what the last one made, and the former is not counted.
+                        holder.pop().remove()
+                        holder.append(execution_for(call))
+                        holder[0].install()
+                        meter.reset_peak()
                     lists.put_back(found)
                     _set_gradients(model, resident=step.grads_resident)
                     _run(model, step)
-                peak_bytes = meter.peak_bytes
+                    is_less = sum(now.values()) < sum(carried.values())
+                    peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin = _now(device)
             for _ in range(num_more):
@@ -99,7 +108,8 @@ def rehearse(
                 _run(model, step)
             seconds = (_now(device) - begin) / max(1, num_more)
         finally:
-            execution.remove()
+            for execution in holder:
+                execution.remove()
             holder.clear()
             state.clear()
     return Rehearsal(peak_bytes - set_aside_bytes, seconds)
@@ -166,8 +176,10 @@ def _state_to_come(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]
     return pieces
 
 
-def _carried_bytes(model: nn.Module) -> int:
-    """What modules carry from one step to the next in attributes and buffers: hidden states, memories."""
+def _carried(model: nn.Module) -> dict[int, int]:
+    """What modules carry from one step to the next in attributes and buffers (hidden states, memories, weights that a
+    forward computes): the bytes of each storage, by its address. Other names of parameters are nothing more.
+    """
     pending = [value for module in model.modules() for name, value in vars(module).items() if name != "_parameters"]
     storages, seen = dict[int, torch.UntypedStorage](), set[int]()
     while pending:
@@ -177,7 +189,8 @@ def _carried_bytes(model: nn.Module) -> int:
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
             seen.add(id(value))
             pending += value.values() if isinstance(value, dict) else value
-    return sum(storage.nbytes() for storage in storages.values())
+    known = storages_of(list(model.parameters()))
+    return {key: storage.nbytes() for key, storage in storages.items() if key not in known}
 
 
 def _gradient_bytes(model: nn.Module) -> int:
