@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, train
 from torch import nn
 
 import lowtide
+from lowtide import Backward, Forward, Schedule
 from lowtide.runtime import compiled_loss
-from lowtide.runtime.compiled import Compilation
+from lowtide.runtime.attach import attach
+from lowtide.runtime.capture import capture
+from lowtide.runtime.compiled import Compilation, CompiledStages
 from lowtide.runtime.compiled_loss import functions_of
+from lowtide.runtime.measure import measure_split
 
 # Graphs run operation by operation, so that nothing is compiled to machine code; the second splits operations up, and
 # its sums are not those of eager mode.
@@ -32,31 +38,28 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Its loss, a function, is computed between its last submodule and its end."""
+    """Its loss, a function, is computed between its last submodule and its end, and where asked for halfway, too."""
 
-    def __init__(self, loss=F.cross_entropy, **settings) -> None:
+    def __init__(self, loss=F.cross_entropy, *, halfway: bool = False, **settings) -> None:
         super().__init__()
+        self.halfway = halfway
         torch.manual_seed(0)
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.loss, self.settings = loss, settings
 
     def forward(self, words):
-        x = self.words(words)
-        for block in self.blocks:
+        x, following, total = self.words(words), words.roll(-1, 1).flatten(), 0
+        for index, block in enumerate(self.blocks):
             x = block(x)
-        return self.loss(self.head(x).flatten(0, 1), words.roll(-1, 1).flatten(), **self.settings).sum()
+            if self.halfway and index == 1:
+                total = self.loss(self.head(x).flatten(0, 1), following)
+        return total + self.loss(self.head(x).flatten(0, 1), following, **self.settings).sum()
 
 
 def texts(number: int = 3) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (8, 32), generator=generator) for _ in range(number)]
-
-
-def least_budget(model: nn.Module, text: torch.Tensor, backend: str) -> int:
-    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        lowtide.fit(model, text, memory_budget=1, compile_stages={"backend": backend}, **OPTIONS)
-    return caught.value.minimum_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -83,29 +86,43 @@ def test_it_computes_the_same_whatever_is_asked_of_it(settings):
     assert not functions_of(model)
 
 
-def test_plans_within_any_budget_compute_what_the_compiled_parts_compute_by_themselves():
-    def compiled(*args, **kwargs):
+@pytest.mark.parametrize("halfway", [False, True], ids=["at the end", "halfway too"])
+def test_any_schedule_computes_what_the_compiled_parts_compute_by_themselves(halfway):
+    def compiled_by_hand(*args, **kwargs):
         return F.cross_entropy(*args, **kwargs)
 
-    by_hand = Language(torch.compile(compiled, backend=PARTITIONED))
+    by_hand = Language(torch.compile(compiled_by_hand, backend=PARTITIONED), halfway=halfway)
     for block in by_hand.blocks:
         block.compile(backend=PARTITIONED)
     expected = train(by_hand, texts())
-    model = Language()
-    for budget in (least_budget(model, texts()[0], PARTITIONED), "1GiB"):
-        with lowtide.fit(
-            model,
-            texts()[0],
-            memory_budget=budget,
-            compile_stages={"backend": PARTITIONED},
-            optimizer="sgd",
-            **OPTIONS,
-        ) as plan:
-            assert functions_of(model)
-            found = train(model, texts())
-            assert plan.stats().recomputed_per_step > 0 or budget == "1GiB"
-        assert_equal(found, expected)
-        model = Language()
+    model = Language(halfway=halfway)
+    split = capture(model, texts()[0], blocks=True)
+    compiled = CompiledStages(model, split, {"backend": PARTITIONED})
+    for seed in range(12):
+        model.load_state_dict(Language().state_dict())
+        with attach(model, random_schedule(split.num_stages, seed, moves=0.0), split=split, strict=seed == 0):
+            assert_equal(train(model, texts()), expected)
+    compiled.remove()
+
+
+def test_a_loss_halfway_is_compiled_in_stages_that_autograd_looks_after_alone():
+    model = Language(halfway=True)
+    split = capture(model, texts()[0], blocks=True)
+    compiled = CompiledStages(model, split, {"backend": PARTITIONED}, [0.0])
+    chain = measure_split(model, split, texts()[0], compiled=compiled)
+    stages = range(1, chain.num_stages + 1)
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    assert chain.stage(5).num_variants == 2
+    found = []
+    for variant in (0, 1):  # of the stage after the one with the loss: where it is 1, the latter is none with the last
+        variants = dict.fromkeys(stages, 0) | {5: variant}
+        forwards = [Forward(k, "all", variants[k]) for k in stages]
+        schedule = Schedule("by hand", [*forwards, *(Backward(k) for k in reversed(stages))])
+        model.load_state_dict(Language().state_dict())
+        with attach(model, dataclasses.replace(solution, schedule=schedule), split=split):
+            found.append(train(model, texts()))
+    compiled.remove()
+    assert_equal(*found)
 
 
 def test_a_small_loss_is_left_alone_and_nothing_looks_for_it(monkeypatch, tmp_path):

@@ -31,7 +31,7 @@ class ExecutedForward(StagedForward):
 
     def __init__(self, machine: Machine, step: Step) -> None:
         program = machine.program
-        watched = program.watched | ({program.num_stages} if machine.functions else set())
+        watched = range(1, program.num_stages + 1) if machine.functions else program.watched
         super().__init__(machine.layout, program.taped, machine.is_state, watched=watched, functions=machine.functions)
         self.machine = machine
         self.step = step

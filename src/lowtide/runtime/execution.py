@@ -59,8 +59,7 @@ class Execution:
         coarse = Coarse.finest(split, schedule) if strict else coarsened(split, schedule)
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
-        unwatched = program.unwatched - ({program.num_stages} if functions else set())
-        layout = Layout.of(coarse.split).without_units_of(unwatched)
+        layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
         self._interception = Interception(model, layout.units, handler)
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(

@@ -48,8 +48,7 @@ class Machine:
         tier: where values go that leave the device.
         strict: compare the values that a repeated forward saves with the first's.
         variants: as which the stages run.
-        functions: what to call between units in the place of functions of torch, in the last stage and in those that
-            are watched anyway.
+        functions: what to call between units in the place of functions of torch; all stages are watched for them.
     """
 
     def __init__(
