@@ -1,5 +1,6 @@
 """The peers' benchmark: what it concludes from rows, and a whole run on a CPU in small."""
 
+import argparse
 import json
 import time
 
@@ -129,6 +130,25 @@ def test_a_name_that_no_network_has_replaces_no_results(tmp_path):
     with pytest.raises(SystemExit):
         peers.main(["--tiny", "--device", "cpu", "--only", "nosuch", "--output", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_from_being_measured(tmp_path):
+    arguments = argparse.Namespace(
+        seconds=60.0, output=tmp_path, tiny=True, memory_budgets=[], segments=None, variants="off", resume=None
+    )
+    run = peers.Run(arguments, torch.device("cpu"))
+
+    def measured(row: Row) -> None:
+        row.seconds, row.peak_bytes = 1.0, 1
+
+    def way(network: str, name: str) -> Row | None:
+        return run.row(Row(network, name, "lowtide compiled", compiled=True), "lowtide compiled", measured)
+
+    assert way("a", "within 3") is not None
+    run.guess_seconds["lowtide compiled"] = 3600.0  # what compiling took
+    assert way("a", "within 2") is not None
+    assert way("b", "within 2") is None
+    assert run.skipped == ["b: within 2"]
 
 
 def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
