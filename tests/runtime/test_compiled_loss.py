@@ -135,6 +135,38 @@ def test_a_small_loss_is_left_alone_and_nothing_looks_for_it(monkeypatch, tmp_pa
     assert json.loads((tmp_path / "plan.json").read_text())["compilation"]["loss"] is False
 
 
+def test_a_small_loss_under_the_plan_of_a_large_one_is_compiled_as_that_was(monkeypatch, tmp_path):
+    text = texts()[0]
+    monkeypatch.setattr(compiled_loss, "_WORTH_BYTES", text.numel() * WORDS * 4)
+    model, again, smaller = Language(), Language(), [each[:7] for each in texts()]
+    with lowtide.fit(model, text, memory_budget="1GiB", compile_stages={"backend": EXACT}, **OPTIONS) as plan:
+        plan.save(tmp_path / "plan.json")
+        (loss,) = functions_of(model).values()
+        loss.is_used = False
+        assert_equal(train(model, smaller), train(Language(), smaller))
+        assert loss.is_used
+        assert plan.num_shapes == 1
+    values = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**values, "signature": None}))  # for all shapes
+    with lowtide.load_plan(tmp_path / "plan.json", again):
+        (loss,) = functions_of(again).values()
+        train(again, smaller)
+        assert loss.is_used
+
+
+def test_after_a_small_loss_a_large_one_is_looked_for_again(monkeypatch):
+    text = texts()[0]
+    monkeypatch.setattr(compiled_loss, "_WORTH_BYTES", text.numel() * WORDS * 2)
+    model, options = Language(), OPTIONS | {"variants": True}
+    with lowtide.fit(model, text, memory_budget="1GiB", compile_stages={"backend": EXACT}, **options) as plan:
+        monkeypatch.setattr(type(plan._part.execution), "has_variants", True)  # it serves no smaller shapes
+        found = []
+        for number in (8, 2, 6):
+            model(text[:number]).backward()
+            found.append(len(plan._part.execution.machine.functions))
+        assert found == [1, 0, 1]
+
+
 def test_outside_of_training_the_loss_is_that_of_torch():
     model = Language()
     with (

@@ -116,7 +116,7 @@ class CompiledStages:
         split: its stages.
         options: for `torch.compile`.
         budgets: of the variants beside variant 0.
-        loss: whether a large loss is compiled, too.
+        loss: whether the loss is compiled, too; None: where it is large.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CompiledStages:
         options: Mapping[str, Any],
         budgets: Sequence[float] = (),
         *,
-        loss: bool = True,
+        loss: bool | None = None,
     ) -> None:
         options = _for_equal_numbers(model, options) if budgets else dict(options)
         self.compilation = Compilation(options, tuple(budgets), loss)
@@ -134,7 +134,7 @@ class CompiledStages:
         compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
         self.choice = Choice(("", *map(variant_name, budgets)))
         self._model = model
-        self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss))
+        self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss), always=loss is True)
         self._calls: list[tuple[nn.Module, CompiledCall]] = []
         self._num_variants: dict[int, int] = {}
         compiled: dict[int, CompiledCall] = {}
@@ -171,14 +171,18 @@ class CompiledStages:
         """Run the units compiled."""
         for module, call in self._calls:
             vars(module)[_ATTRIBUTE] = call
-        if self.compilation.loss:
+        if self.compilation.loss is not False:
             self._loss.install(self._model)
 
-    def leave_out_unused(self) -> None:
-        """Look no further for a large loss where the model, which has run in stages, was not seen to have one."""
-        if not self._loss.is_used:
-            self.compilation = replace(self.compilation, loss=False)
-            self._loss.remove(self._model)
+    def settle_loss(self) -> None:
+        """From now on compile every loss of the model, which has run in stages, where it was seen to have a large one;
+        where not, none.
+        """
+        if self.compilation.loss is None:
+            self.compilation = replace(self.compilation, loss=self._loss.is_used)
+            self._loss.always = self._loss.is_used
+            if not self._loss.is_used:
+                self._loss.remove(self._model)
 
     def remove(self) -> None:
         """Run them as before."""
@@ -196,12 +200,12 @@ class Compilation:
     Args:
         options: for `torch.compile`.
         budgets: of the variants beside variant 0.
-        loss: whether a large loss is compiled, too.
+        loss: whether the loss is compiled, too; None: where it is large.
     """
 
     options: Mapping[str, Any]
     budgets: tuple[float, ...] = ()
-    loss: bool = True
+    loss: bool | None = None
 
     def of(self, model: nn.Module, split: Split) -> CompiledStages:
         """The stages of a model, compiled and in place."""
@@ -231,7 +235,9 @@ class Compilation:
         """
         try:
             options, budgets = dict(values["options"]), tuple(float(budget) for budget in values["budgets"])
-            version, loss = values["torch"], bool(values.get("loss", False))  # older files do not have it
+            version, loss = values["torch"], values.get("loss", False)  # older files do not have it
+            if loss not in (True, False, None):
+                raise TypeError
         except (KeyError, TypeError, ValueError):
             raise PlanError(f"compilation is not well formed: {shown(values)}") from None
         if budgets and version != torch.__version__:

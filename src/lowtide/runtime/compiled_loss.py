@@ -30,18 +30,23 @@ class CompiledLoss:
 
     Args:
         compiled: the same function compiled, or to be compiled when it is first called.
+        always: whether it is called with small scores, too.
     """
 
     __name__ = "cross_entropy"
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
+    def __init__(self, compiled: Callable[..., Any], *, always: bool = False) -> None:
         self._compiled = compiled
+        self.always = always
+        """Whether it is called with small scores, too: those of a smaller batch, under a schedule that counts on what
+        it takes compiled, would take more than those of the batch that was planned for.
+        """
         self.is_used = False
-        """Whether it was called with scores that are worth it."""
+        """Whether it was called, with scores that are worth it."""
 
     def __call__(self, scores: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """The loss; arguments as `F.cross_entropy` hands its own to a mode: the scores first, by position."""
-        if scores.nbytes < _WORTH_BYTES:
+        if not self.always and scores.nbytes < _WORTH_BYTES:
             return F.cross_entropy(scores, *args, **kwargs)
         self.is_used = True
         return self._compiled(scores, *args, **kwargs)

@@ -251,7 +251,7 @@ class _Fitting:
         signature = self._signature_of(args, kwargs)
         if self._compiled and any(signature.fits_within(other) for other in self._signatures):
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
-            compilation = replace(self._compiled[-1].compilation, budgets=())
+            compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:
                 return self.part(sample, handler, replace(self.settings, compilation=compilation))
             except InfeasibleBudgetError:

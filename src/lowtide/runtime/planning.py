@@ -129,7 +129,7 @@ def measured_for(
                 compiled.remove()
             raise
         if compiled is not None:
-            compiled.leave_out_unused()
+            compiled.settle_loss()
         return chain, compiled
 
     return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)
