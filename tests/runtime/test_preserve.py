@@ -9,7 +9,7 @@ import weakref
 import numpy
 import pytest
 import torch
-from tests.runtime.training import batches
+from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -121,3 +121,31 @@ def test_parameters_that_are_trained_later_are_planned_for():
         model.requires_grad_(True)
         with pytest.raises(lowtide.PlanError, match="require gradients that did not"):
             model(x)
+
+
+class Scaled(nn.Module):
+    """Reads a buffer, which has memory of its own, by which one number is many, or shares its layer's weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SHAPE[1], SHAPE[1])
+        weight = self.layer.weight
+        buffers = {"expanded": torch.ones(1).expand(SHAPE[1]), "weight": weight.detach(), "row": weight.detach()[3]}
+        self.register_buffer("scale", buffers[kind])
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * self.scale.mean()
+
+
+@pytest.mark.parametrize("kind", ["expanded", "weight", "row"])
+def test_buffers_may_be_expanded_and_share_the_memory_of_parameters(kind):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(Scaled(kind) for _ in range(6)))
+
+    model, inputs = make(), batches(SHAPE, 3)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, inputs[0], **OPTIONS | {"memory_budget": 1000})
+    with lowtide.fit(model, inputs[0], **OPTIONS | {"memory_budget": caught.value.minimum_bytes}) as plan:
+        assert_equal(train(model, inputs), train(make(), inputs))
+        assert plan.stats().recomputed_per_step > 0

@@ -166,7 +166,8 @@ class _Watcher(TorchDispatchMode):
                     raise CaptureError(f"{role} {name!r} has no shape yet; call the model once on a batch, then fit it")
                 for storage in _storages(tensor):
                     serial = self._register(storage, role)
-                    names.setdefault(serial, []).append(name)
+                    if self.observation.memories[serial].role == role:  # else a parameter by a buffer's name
+                        names.setdefault(serial, []).append(name)
         for serial, listed in names.items():
             self.observation.memories[serial].names = tuple(listed)
         for tensor in sample.tensors():

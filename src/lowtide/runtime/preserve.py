@@ -61,16 +61,25 @@ class _TensorState:
             # In host memory, and not counted where that is the device: training has no such copies, trial steps show
             # what it takes. Tables, queues and quantised weights may be large.
             is_moved = is_plain and tensor.device.type in ("cpu", "cuda")
-            self._value = exclude(tensor.detach().to("cpu", copy=True)) if is_moved else tensor.detach().clone()
+            value = _each_once(tensor.detach())
+            self._value = exclude(value.to("cpu", copy=True)) if is_moved else value.clone()
 
     def restore(self) -> None:
         if self._data is not None and self._data.data_ptr() != self._tensor.data_ptr():
             self._tensor.data = self._data  # somebody gave it other memory
-        if self._value is not None and self._tensor.shape == self._value.shape:
+        if self._value is not None and (place := _each_once(self._tensor.data)).shape == self._value.shape:
             # BatchNorm's kernel changes its statistics without telling the version counter: always copy.
-            self._tensor.data.copy_(self._value)
+            place.copy_(self._value)
         if self._tensor.is_leaf:
             self._tensor.grad = self._grad
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the repetitions of `expand`, which cannot be written to."""
+    for dim, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 class _ModuleState:
