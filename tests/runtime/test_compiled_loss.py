@@ -167,6 +167,27 @@ def test_after_a_small_loss_a_large_one_is_looked_for_again(monkeypatch):
         assert found == [1, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [(lambda target: target[:-1], ValueError), (lambda target: target + WORDS, IndexError)],
+    ids=["shape", "value"],
+)
+def test_wrong_targets_raise_what_they_raise_without_a_plan(wrong, kind):
+    def on_wrong(scores, target):
+        return F.cross_entropy(scores, wrong(target))
+
+    model = Language()
+    with pytest.raises(kind) as expected:
+        Language(on_wrong)(texts()[0])
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", compile_stages={"backend": EXACT}, **OPTIONS):
+        model.loss = on_wrong
+        with pytest.raises(kind) as found:
+            model(texts()[0])
+        assert str(found.value) == str(expected.value)
+        model.loss = F.cross_entropy
+        assert_equal(train(model, texts()), train(Language(), texts()))
+
+
 def test_outside_of_training_the_loss_is_that_of_torch():
     model = Language()
     with (

@@ -49,7 +49,12 @@ class CompiledLoss:
         if not self.always and scores.nbytes < _WORTH_BYTES:
             return F.cross_entropy(scores, *args, **kwargs)
         self.is_used = True
-        return self._compiled(scores, *args, **kwargs)
+        try:
+            return self._compiled(scores, *args, **kwargs)
+        except Exception:
+            with torch.no_grad():
+                F.cross_entropy(scores, *args, **kwargs)  # of wrong arguments a compiler gives another kind of error
+            raise
 
     def install(self, model: nn.Module) -> None:
         """Have it called in the forward of a model that runs in stages."""
