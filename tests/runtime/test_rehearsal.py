@@ -106,9 +106,9 @@ def test_the_least_is_what_the_leanest_schedule_takes():
 def test_a_prediction_is_corrected_by_more_than_the_base():
     stages = [lowtide.Stage(str(k), 1.0, 1.0, 4, 4, weight_bytes=20, optimizer_bytes=40) for k in range(3)]
     chain = lowtide.Chain("weights", stages, base_bytes=10)
-    assert planning._corrected(chain, 30).base_bytes == 40
+    assert planning.corrected(chain, 30).base_bytes == 40
     for less in (5, 10, 60, 130):
-        corrected = planning._corrected(chain, -less)
+        corrected = planning.corrected(chain, -less)
         assert corrected.fixed_bytes == chain.fixed_bytes - less
         assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
 

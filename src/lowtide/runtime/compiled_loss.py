@@ -1,7 +1,7 @@
 """The loss of a model whose blocks are compiled, compiled too where it is large.
 
-The scores of a language model, one for each word of its vocabulary, are its largest tensors, and the loss that it
-computes of them between its submodules is part of no block. In eager mode `F.cross_entropy` makes one more tensor of
+The scores of a network that predicts words, one for each of its vocabulary, are its largest tensors, and the loss that
+it computes of them between its submodules is part of no block. In eager mode `F.cross_entropy` makes one more tensor of
 their size, which it saves, and its backward two; compiled, it saves the scores, and its backward makes one.
 """
 

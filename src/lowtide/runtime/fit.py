@@ -34,7 +34,7 @@ from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import device_budget, host_budget
 from lowtide.runtime.measure_weights import Optimizer
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
-from lowtide.runtime.planning import Planned, plan_for
+from lowtide.runtime.planning import Planned, corrected, plan_for
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample
 from lowtide.runtime.signature import Signature, fingerprint, trained_of
@@ -275,9 +275,8 @@ class _Fitting:
             LowtideWarning,
             stacklevel=4,
         )
-        chain = replace(solution.chain, base_bytes=max(0, solution.chain.base_bytes + more))
         try:
-            better = solution_for(chain, self.settings)
+            better = solution_for(corrected(solution.chain, more), self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
         self._planned = replace(self._planned, solution=better)

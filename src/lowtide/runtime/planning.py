@@ -238,7 +238,7 @@ def _rehearsed_as_asked(model: nn.Module, sample: Sample, split: Split, chain: C
         notes.append(_correction(measured, solution.peak_bytes))
         if not fits and tried:
             off *= 2  # schedules differ in how far they are off: leave room for that
-        chain = _corrected(chain, off)
+        chain = corrected(chain, off)
         if best is planned:
             best = dataclasses.replace(planned, solution=solution.on(chain), notes=tuple(notes))
     if best is None:
@@ -313,7 +313,7 @@ def _leanest(
         raise error from None
     if measured <= settings.memory_budget:
         note = _correction(measured, solution.peak_bytes)
-        lower = _corrected(chain, measured - solution.peak_bytes)
+        lower = corrected(chain, measured - solution.peak_bytes)
         return Planned(split, solution.on(lower), measured, (*notes, note))
     room = _ROUNDING_BYTES if device_of(model).type == "cuda" else 0  # trial steps differ, too
     least_bytes = max(measured, min(measured + room, error.minimum_bytes), after_bytes)
@@ -326,7 +326,7 @@ def _leanest(
     ) from None
 
 
-def _corrected(chain: Chain, more_bytes: int) -> Chain:
+def corrected(chain: Chain, more_bytes: int) -> Chain:
     """The chain with so much more on the device all the time, or less.
 
     Where the base has less than is to be taken off (in a stage with large weights, activations go while gradients come;
