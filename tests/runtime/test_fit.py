@@ -17,6 +17,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime import planning, rehearsal
 from lowtide.runtime.file_tier import FileTier
+from lowtide.runtime.fit import _Fitting
 from lowtide.runtime.meter import Meter
 
 SHAPE = (512, 32)
@@ -147,6 +148,37 @@ def test_other_shapes():
     model.eval()
     model(x[:20])
     plan.detach()
+
+
+def test_a_real_step_corrects_the_schedule_it_ran_under_and_not_the_one_planned_last(monkeypatch):
+    seen, plan_of = [], _Fitting.plan
+    monkeypatch.setattr(_Fitting, "plan", lambda self, *args, **more: seen.append(self) or plan_of(self, *args, **more))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: budget + 64)  # as CUDA might say
+    model, twin, x = deep(), deep(), batches(SHAPE, 1)[0]
+    budget = budget_of(0.9)
+    with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE) as plan:
+        first = plan.chain
+        inputs = [x, torch.cat([x, x[:8]]), x]
+        assert_equal(train(model, inputs), train(twin, inputs))
+        assert plan.num_shapes == 2
+        assert plan.chain == first
+        with pytest.warns(lowtide.LowtideWarning, match="planning again"):
+            seen[0]._watch(plan, 1)
+        assert plan.chain.stages == first.stages
+        assert plan.chain.base_bytes > first.base_bytes
+        assert_equal(train(model, inputs), train(twin, inputs))
+
+
+def test_peaks_of_planning_are_forgotten_for_each_shape(monkeypatch):
+    events, tried = [], planning._tried
+    monkeypatch.setattr(planning, "_tried", lambda *args, **more: events.append("tried") or tried(*args, **more))
+    monkeypatch.setattr("lowtide.runtime.fit._forget_peak", lambda _: events.append("forgotten"))
+    model, x = deep(), batches(SHAPE, 1)[0]
+    with lowtide.fit(model, x, memory_budget=budget_of(0.85), **RECOMPUTE):
+        assert events.pop() == "forgotten"
+        train(model, [x, torch.cat([x, x[:8]])])
+        assert events.pop() == "forgotten"
+        assert "forgotten" not in events
 
 
 def test_fitting_twice_replaces_the_plan():

@@ -187,22 +187,18 @@ class _Fitting:
         self.settings = settings
         self._device = device_of(model)
         self._compiled: list[CompiledStages] = []
-        self._planned: Planned | None = None
+        self._planned: dict[Signature, Planned] = {}
         self._corrected = False
-        self._signatures: list[Signature] = []
 
     def plan(self, sample: Sample, *, replan: bool) -> Plan:
         """The plan, attached."""
-        plan = Plan(
+        return Plan(
             self._model,
             lambda handler: self.part(sample, handler),
             replan=self._another if replan else None,
             watch=self._watch if self._device.type == "cuda" else None,
             undo=self._undo,
         )
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return plan
 
     def part(self, sample: Sample, handler: Handler, settings: Settings | None = None) -> Part:
         """Plan for one signature of calls."""
@@ -215,9 +211,9 @@ class _Fitting:
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
-        self._planned = planned
         signature = self._signature_of(sample.args, sample.kwargs)
-        self._signatures.append(signature)
+        self._planned[signature] = planned
+        _forget_peak(self._device)  # of measuring and of trials: steps are watched
         return self._part(planned, signature, handler)
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
@@ -249,7 +245,7 @@ class _Fitting:
     def _part_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
         sample = Sample(args, kwargs)
         signature = self._signature_of(args, kwargs)
-        if self._compiled and any(signature.fits_within(other) for other in self._signatures):
+        if self._compiled and any(signature.fits_within(other) for other in self._planned):
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:
@@ -260,13 +256,14 @@ class _Fitting:
 
     def _watch(self, plan: Plan, num_steps: int) -> None:
         """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""
-        if not 1 <= num_steps <= _NUM_WATCHED or self._corrected or self._planned is None:
+        if not 1 <= num_steps <= _NUM_WATCHED or self._corrected or plan.signature not in self._planned:
             return
         peak, budget = torch.cuda.max_memory_allocated(self._device), self.settings.memory_budget
         if peak <= budget:
             return
         self._corrected = True
-        solution = self._planned.solution
+        planned = self._planned[plan.signature]
+        solution = planned.solution
         more = peak - solution.peak_bytes
         warnings.warn(
             f"a step took {format_bytes(peak)} where {format_bytes(solution.peak_bytes)} was predicted and "
@@ -279,9 +276,15 @@ class _Fitting:
             better = solution_for(corrected(solution.chain, more), self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
-        self._planned = replace(self._planned, solution=better)
-        plan.use_another(partial(self._part, self._planned, plan.signature))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        planned = replace(planned, solution=better, rehearsed_peak_bytes=None)
+        self._planned[plan.signature] = planned
+        plan.use_another(partial(self._part, planned, plan.signature))
+        _forget_peak(self._device)
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _apart(sample: Sample) -> Sample:
