@@ -98,9 +98,13 @@ def test_a_wrong_operation_is_refused_with_its_index(operation, tmp_path):
         ({"colour": 1}, "colour"),
     ],
 )
-def test_a_wrong_file_is_refused(changes, word):
+def test_a_wrong_file_is_refused(changes, word, tmp_path):
     with pytest.raises(ScheduleError, match=word):
         Schedule.from_dict({**FILE, **changes})
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({**FILE, **changes}))
+    with pytest.raises(ScheduleError, match=f"wrong.json: .*{word}"):
+        Schedule.load(path)
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ class Schedule:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         """Read a schedule file; a wrong one is refused with one line that starts with the file's name."""
-        values = read_json(path, ScheduleError)
+        values = read_json(path, ScheduleError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
         except ScheduleError as error:
