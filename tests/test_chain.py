@@ -113,6 +113,20 @@ def test_variants():
         Stage("conv", 0.1, 0.2, 10, 30, variants=(Variant("thin", 0.1, 0.3, saved_bytes=9),))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Chain("net", [STAGE]),
+        lambda: Chain("net", [None]),
+        lambda: Stage("conv", 0.1, 0.2, 10, 30, variants=[VARIANT]),
+        lambda: Chain.from_dict({**FILE, "input_bytes": 10**5000}),
+    ],
+)
+def test_wrong_records_made_in_python_are_refused(make):
+    with pytest.raises(ChainError, match="expected"):
+        make()
+
+
 def test_sums():
     chain = Chain("two", [Stage("a", 1.0, 2.0, 4, 6, weight_bytes=3, optimizer_bytes=5), Stage("b", 0.5, 0.5, 1, 1)])
     assert chain.fixed_bytes == 8

@@ -126,3 +126,8 @@ def test_a_wrong_operation_made_in_python_is_refused_like_one_in_a_file(operatio
     with pytest.raises(ScheduleError, match=f"operation 1, .*{reason}") as caught:
         Schedule("by hand", [Forward(1, "all"), operation])
     assert caught.value.index == 1
+
+
+def test_a_strategy_is_a_string():
+    with pytest.raises(ScheduleError, match="strategy is 5"):
+        Schedule(5, [Forward(1, "all")])

@@ -110,6 +110,9 @@ class Stage:
         object.__setattr__(self, "variants", tuple(self.variants))
         where = f"stage {self.name!r}"
         _check_fields(self, where=where)
+        for variant in self.variants:
+            if not isinstance(variant, Variant):
+                raise ChainError(f"{where}: variants holds {shown(variant)}, expected a Variant")
         if self.rerun_seconds > self.forward_seconds:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
@@ -174,6 +177,9 @@ class Chain:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
         _check_fields(self, where=f"chain {self.name!r}")
+        for k, stage in enumerate(self.stages, start=1):
+            if not isinstance(stage, Stage):
+                raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
 
