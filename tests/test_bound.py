@@ -185,6 +185,9 @@ def test_the_command(tmp_path, capsys) -> None:
     assert "at least" in capsys.readouterr().out
     assert main(["bound", path, "--memory", "3", "--bandwidth", "5B/s"]) == 3
     assert str(period_of(equal_chain(4)).least_bytes) in capsys.readouterr().err
+    assert main(["bound", path, "--memory", "3", "--bandwidth", "5B/s", "--json"]) == 3
+    values = json.loads(capsys.readouterr().out)
+    assert (values["seconds"], values["minimum_bytes"]) == (None, period_of(equal_chain(4)).least_bytes)
     assert main(["bound", path, "--memory", "30", "--bandwidth", "5B/s", "--model", "other"]) == 2
 
 

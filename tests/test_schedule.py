@@ -98,9 +98,13 @@ def test_a_wrong_operation_is_refused_with_its_index(operation, tmp_path):
         ({"colour": 1}, "colour"),
     ],
 )
-def test_a_wrong_file_is_refused(changes, word):
+def test_a_wrong_file_is_refused(changes, word, tmp_path):
     with pytest.raises(ScheduleError, match=word):
         Schedule.from_dict({**FILE, **changes})
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({**FILE, **changes}))
+    with pytest.raises(ScheduleError, match=f"wrong.json: .*{word}"):
+        Schedule.load(path)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +126,8 @@ def test_a_wrong_operation_made_in_python_is_refused_like_one_in_a_file(operatio
     with pytest.raises(ScheduleError, match=f"operation 1, .*{reason}") as caught:
         Schedule("by hand", [Forward(1, "all"), operation])
     assert caught.value.index == 1
+
+
+def test_a_strategy_is_a_string():
+    with pytest.raises(ScheduleError, match="strategy is 5"):
+        Schedule(5, [Forward(1, "all")])

@@ -79,6 +79,13 @@ def test_a_wrong_file_is_refused_with_its_name(text, tmp_path):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_file_with_a_number_that_json_does_not_know_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "sizes.json"
+    path.write_text("[1, NaN]")
+    with pytest.raises(lowtide.SizesError, match="d_1 is nan, expected a whole number"):
+        load_sizes(path)
+
+
 # Hong, table 2, batch 128: the published checkpoints (d_0 is theirs too), and the measured peak in MiB.
 PUBLISHED = {
     ("vgg19", "static"): ((0, 3, 6, 24), 6835),

@@ -313,3 +313,9 @@ def test_managed_weights_and_resident_gradients_exclude_each_other():
     chain = Chain("kept", CYCLE.stages, grads_resident=True)
     with pytest.raises(ScheduleError, match="grads_resident"):
         simulate(chain, Schedule("", LAYER_BY_LAYER, ("w",), ON_HOST), bandwidth=10)
+
+
+@pytest.mark.parametrize("operation", [Forward(10**5000, "all"), Backward(10**5000), Offload("a", 10**5000)])
+def test_a_stage_of_thousands_of_digits_is_refused_like_any_other(operation):
+    with pytest.raises(ScheduleError, match="thousands of digits"):
+        simulate(CYCLE, Schedule("", [operation]))

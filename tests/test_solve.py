@@ -54,6 +54,15 @@ def test_auto_never_loses_to_a_strategy_that_it_could_have_chosen(chain: Chain, 
         assert chosen.peak_bytes <= budget
 
 
+@pytest.mark.parametrize("what", ["optimizer_bytes", "weight_grad_bytes"])
+def test_auto_also_moves_what_goes_with_weights_where_these_have_no_bytes(what: str) -> None:
+    chain = Chain("four", tuple(Stage(str(k), 1.0, 2.0, 1, 1, **{what: 10}) for k in range(4)))
+    alone = solve(chain, memory_budget=20, strategy="weights-greedy", bandwidth=10)
+    with pytest.raises(InfeasibleBudgetError):
+        solve(chain, memory_budget=20, strategy="pofo", bandwidth=10)
+    assert solve(chain, memory_budget=20, bandwidth=10).seconds <= alone.seconds
+
+
 def test_auto_works_from_the_least_of_all_budgets_on() -> None:
     for chain in random_chains(10, 4):
         if solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes == 0:
@@ -102,6 +111,9 @@ def test_the_solution_says_what_the_simulator_says() -> None:
     ("settings", "error", "says"),
     [
         ({"memory_budget": 100, "strategy": "rotr"}, StrategyError, "did you mean 'rotor'"),
+        ({"memory_budget": 100, "strategy": None}, StrategyError, "no strategy None"),
+        ({"memory_budget": 100, "strategy": ["rotor"]}, StrategyError, r"no strategy \['rotor'\]"),
+        ({"memory_budget": 10**5000}, UnitError, "thousands of digits"),
         ({"memory_budget": 100, "slots": 0}, StrategyError, "slots is 0"),
         ({"memory_budget": 100, "slots": 2.5}, StrategyError, "slots is 2.5"),
         ({"memory_budget": 100, "segments": True, "strategy": "segments"}, StrategyError, "segments is True"),

@@ -110,6 +110,9 @@ class Stage:
         object.__setattr__(self, "variants", tuple(self.variants))
         where = f"stage {self.name!r}"
         _check_fields(self, where=where)
+        for variant in self.variants:
+            if not isinstance(variant, Variant):
+                raise ChainError(f"{where}: variants holds {shown(variant)}, expected a Variant")
         if self.rerun_seconds > self.forward_seconds:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
@@ -174,6 +177,9 @@ class Chain:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
         _check_fields(self, where=f"chain {self.name!r}")
+        for k, stage in enumerate(self.stages, start=1):
+            if not isinstance(stage, Stage):
+                raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
 
@@ -251,7 +257,7 @@ class Chain:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
         """Read a chain file; a wrong one is refused with one line that starts with the file's name."""
-        values = read_json(path, ChainError)
+        values = read_json(path, ChainError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
         except ChainError as error:
@@ -267,7 +273,7 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
     if not isinstance(values, Mapping):
         raise ChainError(f"{where}: is {shown(values)}, expected an object")
     if isinstance(values.get("name"), str):
-        where = f"stage {k} ({values['name']})"
+        where = f"stage {k} ({repr(values['name'])[1:-1]})"  # on one line, whatever the name
     _check_keys(Stage, values, where=where)
     variants = values.get("variants", ())
     if not isinstance(variants, list | tuple):
@@ -290,7 +296,8 @@ def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
     try:
         return cls(**values)
     except ChainError as error:
-        raise ChainError(f"{where}: {str(error).partition(': ')[2]}") from None
+        own = f"{cls.__name__.lower()} {values['name']!r}"
+        raise ChainError(f"{where}{str(error).removeprefix(own)}") from None
 
 
 def _check_keys(cls: type, values: Mapping[str, Any], *, where: str) -> None:

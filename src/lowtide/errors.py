@@ -72,7 +72,10 @@ class ExecutionError(LowtideError, RuntimeError):
 
 def shown(value: object) -> str:
     """A value as an error message shows it: short, on one line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no number of more than some thousand digits
+        text = "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

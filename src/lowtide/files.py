@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,17 @@ from lowtide.errors import LowtideError, shown
 _LARGEST_FILE_BYTES = 256 * 2**20
 
 
-def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
-    """Return the JSON value in a file; whatever is wrong with it is one line of type `refuse`."""
+def read_json(
+    path: str | os.PathLike[str], refuse: type[LowtideError], check: Callable[[Any], object] | None = None
+) -> Any:
+    """Return the JSON value in a file; whatever is wrong with it is one line of type `refuse`.
+
+    Args:
+        path: the file.
+        refuse: the type of the error.
+        check: raises a `refuse` that names the field of a wrong number; called where the file has a NaN or an
+            Infinity, which JSON does not know and other programs write all the same.
+    """
     path = Path(path)
     try:
         num_bytes = path.stat().st_size
@@ -27,12 +36,21 @@ def read_json(path: str | os.PathLike[str], refuse: type[LowtideError]) -> Any:
         raise refuse(f"{path}: cannot be read: {error.strerror or error}; is the path right?") from None
     except UnicodeDecodeError:
         raise refuse(f"{path}: is not a JSON text; is it the right file?") from None
+    constants: list[str] = []
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        value = json.loads(text, parse_constant=lambda name: _noted(name, constants), object_pairs_hook=_object)
     except RecursionError:
         raise refuse(f"{path}: is nested too deeply to be a file of lowtide; is it the right file?") from None
     except ValueError as error:
         raise refuse(f"{path}: is not valid JSON ({error}); is it the right file, and not cut short?") from None
+    if not constants:
+        return value
+    try:
+        if check is not None:
+            check(value)
+    except refuse as error:
+        raise refuse(f"{path}: {error}") from None
+    raise refuse(f"{path}: is not valid JSON ({constants[0]} is not a number that JSON knows); is it the right file?")
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
@@ -88,5 +106,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number that JSON knows")
+def _noted(name: str, constants: list[str]) -> float:
+    constants.append(name)
+    return float(name)

@@ -156,6 +156,8 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "operations", tuple(self.operations))
         object.__setattr__(self, "manages", tuple(self.manages))
+        if not isinstance(self.strategy, str):
+            raise ScheduleError(f"strategy is {shown(self.strategy)}, expected a string")
         if self.manages not in ((), ("w",), ("w", "opt")):
             raise ScheduleError(f'manages is {list(self.manages)}, expected [], ["w"] or ["w", "opt"]')
         for index, operation in enumerate(self.operations):
@@ -204,8 +206,6 @@ class Schedule:
             if key not in known:
                 raise ScheduleError(f"{key!r} is not a field of a schedule; known are {', '.join(sorted(known))}")
         strategy, operations = values.get("strategy", ""), values.get("operations")
-        if not isinstance(strategy, str):
-            raise ScheduleError(f"strategy is {shown(strategy)}, expected a string")
         if not isinstance(operations, list | tuple):
             raise ScheduleError(f"operations is {shown(operations)}, expected a list of operations")
         manages = values.get("manages", [])
@@ -222,7 +222,7 @@ class Schedule:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
         """Read a schedule file; a wrong one is refused with one line that starts with the file's name."""
-        values = read_json(path, ScheduleError)
+        values = read_json(path, ScheduleError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
         except ScheduleError as error:

@@ -63,7 +63,7 @@ def select(sizes: Iterable[int], model: Model = "dynamic", algorithm: Algorithm 
 
 def load_sizes(path: str | os.PathLike[str]) -> list[int]:
     """Read a file of sizes, a JSON list of whole numbers; a wrong one is refused with one line that names it."""
-    values = read_json(path, SizesError)
+    values = read_json(path, SizesError, check=_checked)
     try:
         return _checked(values)
     except SizesError as error:

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from lowtide.chain import Chain, as_chain
-from lowtide.errors import ScheduleError
+from lowtide.errors import ScheduleError, shown
 from lowtide.schedule import (
     Backward,
     Forward,
@@ -82,8 +82,8 @@ def simulate(
         if schedule.num_stages in (0, chain.num_stages):
             raise
         raise ScheduleError(
-            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, and chain {chain.name!r} has "
-            f"{chain.num_stages}; take the chain that it was made for, or solve this one ({error})",
+            f"the schedule ({schedule.strategy!r}) is for {shown(schedule.num_stages)} stages, and chain "
+            f"{chain.name!r} has {chain.num_stages}; take the chain that it was made for, or solve this one ({error})",
             index=error.index,
             operation=error.operation,
         ) from None
@@ -413,7 +413,7 @@ class _Machine:
 
     def _refuse(self, reason: str) -> NoReturn:
         listed = self.operation.to_list()
-        raise ScheduleError(f"operation {self.index}, {listed}: {reason}", index=self.index, operation=listed)
+        raise ScheduleError(f"operation {self.index}, {shown(listed)}: {reason}", index=self.index, operation=listed)
 
 
 _Timed = TypeVar("_Timed", Step, Copy)

@@ -189,7 +189,9 @@ def solve(
 
 def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> list[Entry]:
     """The strategies that make sense for a chain and a link, in the order of the table."""
-    has_weights = any(stage.weight_bytes for stage in chain.stages) and not chain.grads_resident
+    # Optimizer state moves with the weights, and no weight gradient outlives its backward.
+    held = (stage.weight_bytes or stage.weight_grad_bytes or stage.optimizer_bytes for stage in chain.stages)
+    has_weights = any(held) and not chain.grads_resident
     return [
         entry
         for entry in REGISTRY.values()

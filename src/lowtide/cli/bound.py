@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from lowtide.chain import Chain
 from lowtide.cli.options import ChainFile, HalfDuplex, Json, bandwidth_option, bytes_option
 from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, step_time
 from lowtide.cli.progress import DelayedProgress
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.units import format_seconds
 
 Memory = Annotated[
@@ -64,32 +66,26 @@ def command(
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     assert rate is not None
     chain = Chain.load(chain_file)
-    with output_of_others_aside(), DelayedProgress() as progress:
-        progress("proving a lower bound", 0.0)
-        name: Model = model  # type: ignore[assignment]  # checked there
-        proven = bound(
-            chain,
-            memory_budget=budget,
-            bandwidth=rate,
-            time_limit=time_limit,
-            gap=gap,
-            duplex=not half_duplex,
-            model=name,
-        )
+    given = {"memory_budget": budget, "bandwidth": rate, "model": model}
+    try:
+        with output_of_others_aside(), DelayedProgress() as progress:
+            progress("proving a lower bound", 0.0)
+            name: Model = model  # type: ignore[assignment]  # checked there
+            proven = bound(
+                chain,
+                memory_budget=budget,
+                bandwidth=rate,
+                time_limit=time_limit,
+                gap=gap,
+                duplex=not half_duplex,
+                model=name,
+            )
+    except InfeasibleBudgetError as error:
+        if json:
+            print_json({"seconds": None, **given, "minimum_bytes": error.minimum_bytes})
+        raise
     if json:
-        print_json(
-            {
-                "seconds": proven.seconds,
-                "lists_seconds": proven.lists_seconds,
-                "compute_seconds": proven.compute_seconds,
-                "gap": proven.gap,
-                "proven_optimal": proven.proven_optimal,
-                "solve_seconds": proven.solve_seconds,
-                "memory_budget": budget,
-                "bandwidth": rate,
-                "model": model,
-            }
-        )
+        print_json({**dataclasses.asdict(proven), **given})
         return
     status = (
         "the program's optimum"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError, StrategyError
+from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Schedule
 from lowtide.strategies.compiling import announce_compilation
 from lowtide.units import format_bytes
@@ -225,9 +225,9 @@ AUTO_SUMMARY = "the fastest feasible of all that apply, by simulation"
 
 def find(name: str) -> Entry:
     """The entry of a strategy; a wrong name suggests the nearest."""
-    if name in REGISTRY:
+    if isinstance(name, str) and name in REGISTRY:
         return REGISTRY[name]
     names = [*REGISTRY, AUTO]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    raise StrategyError(f"there is no strategy {name!r}; {hint}")
+    raise StrategyError(f"there is no strategy {shown(name)}; {hint}")

@@ -4,17 +4,19 @@ The continuous model frees and fetches memory bit by bit; a list of operations r
 order of computations and the choice of values stay, `transfers` places the copies. What that costs depends on how much
 room there is for values in flight, which the model does not know of; so, where it costs something, a local search
 looks for a better choice of values, and where it still does, plans made for a little less memory are converted too. The
-fastest is taken.
+fastest is taken. Where every computation runs once and few values could move, every choice of them is tried.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lowtide.schedule import Backward, Schedule
+from lowtide.chain import Chain
+from lowtide.schedule import Backward, Forward, Schedule
 from lowtide.strategies.base import Problem
 from lowtide.strategies.improve import descend
 from lowtide.strategies.pofo_readoff import ContinuousPlan
@@ -33,6 +35,44 @@ _MOST_WORK = 600_000
 _DEAR = 3e-3
 # The shares of the memory above the minimum for which they are made; the rest is held back for values in flight.
 _SHARES = (0.97, 0.94, 0.9, 0.85, 0.8)
+# With so many gaps there are 1024 choices, which takes some 20 ms; each gap more doubles that.
+_MOST_GAPS_TRIED_OUT = 10
+
+
+def once_each(chain: Chain) -> Profile:
+    """Every stage saves everything: each computation runs once."""
+    stages = range(1, chain.num_stages + 1)
+    order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
+    return Profile(chain, [*order, *(Backward(k) for k in reversed(stages))])
+
+
+def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], float]:
+    """Schedules in which each computation runs once, and the time of the best plan of that kind in the model.
+
+    Args:
+        problem: with a bandwidth above 0, and a budget of at least what `once_each` needs with everything moved.
+        slots: how finely the search tells amounts of memory apart.
+    """
+    profile = once_each(problem.chain)
+    model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
+    found, seconds = converted_plans(problem, model, slots)
+    everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+    found += [everything] if everything is not None else []
+    waits = min(placement.seconds for placement in found) > profile.compute_seconds
+    tried = _best_of_all_choices(problem, profile) if waits else None
+    return [*found, *([tried] if tried is not None else [])], seconds
+
+
+def _best_of_all_choices(problem: Problem, profile: Profile) -> Placement | None:
+    """The fastest choice of values to move; None where there are too many to try."""
+    if len(profile.gaps) > _MOST_GAPS_TRIED_OUT:
+        return None
+    best, fastest_seconds = None, math.inf
+    for choice in itertools.product((False, True), repeat=len(profile.gaps)):
+        found = profile.positions(np.array(choice), problem.memory_budget, problem.bandwidth, problem.duplex)
+        if found is not None and found[0] < fastest_seconds:
+            best, fastest_seconds = choice, found[0]
+    return None if best is None else _place(problem, profile, np.flatnonzero(best).tolist())
 
 
 def converted_plans(problem: Problem, model: ContinuousModel, slots: int) -> tuple[list[Placement], float]:

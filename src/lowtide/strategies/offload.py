@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.schedule import Backward, Forward
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import converted_plans, fastest
-from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
-from lowtide.strategies.transfers import Profile
+from lowtide.strategies.conversion import fastest, offloaded_plans, once_each
+from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadOnly:
     """Every stage saves everything; what does not fit waits on the host.
 
-    What to move is optimal in the continuous model of pofo with forward `all` alone. Reference: Beaumont,
-    Eyraud-Dubois, Shilova, "Efficient combination of rematerialization and offloading for training DNNs", 2021, §5.2.
+    What to move is optimal in the continuous model of pofo with forward `all` alone; on short chains every choice is
+    tried. Reference: Beaumont, Eyraud-Dubois, Shilova, "Efficient combination of rematerialization and offloading for
+    training DNNs", 2021, §5.2.
 
     Args:
         slots: how finely amounts of memory are told apart on long chains.
@@ -39,20 +38,13 @@ class OffloadOnly:
         minimum = self.minimum_bytes(problem)
         if problem.memory_budget < minimum:
             raise problem.infeasible("offload", minimum)
-        profile = _store_all(problem)
-        everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+        profile = once_each(problem.chain)
         if problem.memory_budget >= profile.need_bytes(()):
+            everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
             return Answer(fastest("offload", [everything]), model_seconds=profile.compute_seconds)
-        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
-        placements, seconds = converted_plans(problem, model, self.slots)
-        return Answer(fastest("offload", [*placements, everything]), model_seconds=seconds)
+        placements, seconds = offloaded_plans(problem, self.slots)
+        return Answer(fastest("offload", placements), model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
         """The largest single computation with its own values; without a link, what plain training needs."""
-        return _store_all(problem).need_bytes(None if problem.bandwidth else ())
-
-
-def _store_all(problem: Problem) -> Profile:
-    stages = range(1, problem.chain.num_stages + 1)
-    order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
-    return Profile(problem.chain, [*order, *(Backward(k) for k in reversed(stages))])
+        return once_each(problem.chain).need_bytes(None if problem.bandwidth else ())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.schedule import Backward, Forward
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import converted_plans, fastest
+from lowtide.strategies.conversion import converted_plans, fastest, offloaded_plans, once_each
 from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested_table import Table, least_memory
@@ -57,16 +56,11 @@ class Pofo:
             return nested_minimum_bytes(problem, costs_of(problem.chain))
         return ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True).minimum_bytes
 
-    def _offloaded(self, problem: Problem) -> list[Placement | None]:
+    def _offloaded(self, problem: Problem) -> list[Placement]:
         """Pure offloading: the plans of `offload`, where it is feasible."""
-        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
-        if problem.memory_budget < model.minimum_bytes:
+        if problem.memory_budget < once_each(problem.chain).need_bytes(None):
             return []
-        stages = range(1, problem.chain.num_stages + 1)
-        order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
-        profile = Profile(problem.chain, [*order, *(Backward(k) for k in reversed(stages))])
-        everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
-        return [*converted_plans(problem, model, self.slots)[0], everything]
+        return offloaded_plans(problem, self.slots)[0]
 
 
 def _recomputed(problem: Problem) -> Placement | None:
