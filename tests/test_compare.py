@@ -41,6 +41,13 @@ def test_budgets_are_sorted_and_taken_once():
     assert [budget.memory_budget for budget in comparison.budgets] == [300, 1000]
 
 
+@pytest.mark.parametrize("budget", ["1kB", "1000", 1000])
+def test_one_budget_and_one_strategy_need_no_list(budget):
+    (compared,) = compare(CHAIN, memory_budgets=budget, strategies="store-all").budgets
+    assert compared.memory_budget == 1000
+    assert [outcome.strategy for outcome in compared.outcomes] == ["store-all"]
+
+
 def test_nothing_fits():
     (budget,) = compare(CHAIN, memory_budgets=[1], strategies=NAMES).budgets
     assert budget.best is None

@@ -71,8 +71,8 @@ class Comparison:
 def compare(
     chain: Chain | Mapping[str, Any],
     *,
-    memory_budgets: Iterable[int | str] = (),
-    strategies: Sequence[str] = (),
+    memory_budgets: int | str | Iterable[int | str] = (),
+    strategies: str | Sequence[str] = (),
     bandwidth: int | str | None = None,
     slots: int | None = None,
     duplex: bool = True,
@@ -82,9 +82,9 @@ def compare(
 
     Args:
         chain: the network, a `Chain` or its plain data.
-        memory_budgets: bytes on the device, ints or strings such as `"8GiB"`; none: a handful, from the least with
-            which any strategy works to what plain training takes.
-        strategies: names from `lowtide strategies`; none: all that apply.
+        memory_budgets: bytes on the device, ints or strings such as `"8GiB"`, one or several; none: a handful, from the
+            least with which any strategy works to what plain training takes.
+        strategies: one or several names from `lowtide strategies`; none: all that apply.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         duplex: both directions at once.
@@ -101,7 +101,8 @@ def compare(
     """
     chain = as_chain(chain)
     rate = 0 if bandwidth is None else parse_bandwidth(bandwidth)
-    entries = _entries(chain, rate, strategies)
+    entries = _entries(chain, rate, [strategies] if isinstance(strategies, str) else strategies)
+    given = [memory_budgets] if isinstance(memory_budgets, int | str) else memory_budgets
     settings: dict[str, Any] = {"bandwidth": bandwidth, "slots": slots, "duplex": duplex}
     store_all_bytes = _minimum_bytes(chain, "store-all", settings)
     say = progress or (lambda what, share: None)
@@ -109,7 +110,7 @@ def compare(
     for done, entry in enumerate(entries):
         say(f"{entry.name}: least memory", 0.2 * done / len(entries))  # a guess: a tenth or so of all the work
         minimums[entry.name] = _minimum_bytes(chain, entry.name, settings)
-    budgets = sorted({parse_bytes(budget) for budget in memory_budgets})
+    budgets = sorted({parse_bytes(budget) for budget in given})
     budgets = budgets or _default_budgets(min(minimums.values()), store_all_bytes)
     compared = []
     for done, budget in enumerate(budgets):
