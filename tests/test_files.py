@@ -3,7 +3,7 @@ import os
 import pytest
 
 from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage
-from lowtide.files import write_text
+from lowtide.files import check_can_write, write_text
 
 CHAIN = Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)])
 
@@ -75,6 +75,20 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["note.txt"]
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for write in (CHAIN.save, check_can_write):
+        with pytest.raises(LowtideError, match="a device or a pipe; name a file"):
+            write(path)
+    assert path.is_fifo()
+
+
+def test_a_folder_is_not_written(tmp_path):
+    with pytest.raises(LowtideError, match="it is a folder; name a file"):
+        CHAIN.save(tmp_path)
 
 
 def test_a_folder_that_is_not_there(tmp_path):
