@@ -202,8 +202,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     arguments = parser.parse_args()
     chosen = models(arguments.only)
-    if arguments.only and not chosen:
-        refuse(f"--only {' '.join(arguments.only)}: there is no such model; docs/coverage.md lists them")
+    if unknown := sorted({*arguments.only} - {name for _, name, _, _ in chosen}):
+        refuse(f"--only {unknown[0]}: there is no such model here; docs/coverage.md lists them")
     usable_file(arguments.output)
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)

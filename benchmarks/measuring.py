@@ -158,8 +158,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     arguments = parser.parse_args()
     names = dict.fromkeys(setting["name"] for setting in SETTINGS.values())
-    if arguments.only and not {*arguments.only} & {*SETTINGS, *names}:
-        refuse(f"--only {' '.join(arguments.only)}: there is no such network; there are {', '.join(names)}")
+    if unknown := sorted({*arguments.only} - {*SETTINGS, *names}):
+        refuse(f"--only {unknown[0]}: there is no such network; there are {', '.join(names)}")
     usable_folder(arguments.output)
     machine = torch.cuda.get_device_name() if arguments.device != "cpu" else "a CPU"
     print(f"{machine}, torch {torch.__version__}\n{HEADING}", flush=True)
