@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage
+from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage, simulate
+from lowtide.errors import shown
 from lowtide.files import check_can_write, write_text
 
 CHAIN = Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)])
@@ -92,5 +93,13 @@ def test_a_folder_is_not_written(tmp_path):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(LowtideError, match="cannot be written"):
+    with pytest.raises(LowtideError, match=r"cannot be written: there is no folder .*no; make it first"):
         CHAIN.save(tmp_path / "no" / "chain.json")
+
+
+def test_a_path_or_a_model_where_a_chain_is_expected():
+    with pytest.raises(ChainError, match=r"not 'net\.json'; Chain\.load reads a file"):
+        simulate("net.json", "schedule.json")
+    with pytest.raises(ScheduleError, match=r"not 'schedule\.json'; Schedule\.load reads a file"):
+        simulate(CHAIN, "schedule.json")
+    assert shown(type("Model", (), {"__repr__": lambda self: "Model(\n  (0): Linear\n)"})()) == "Model( (0): Linear )"

@@ -102,6 +102,7 @@ def test_the_solution_says_what_the_simulator_says() -> None:
     ("settings", "error", "says"),
     [
         ({"memory_budget": 100, "strategy": "rotr"}, StrategyError, "did you mean 'rotor'"),
+        ({"memory_budget": 100, "strategy": None}, StrategyError, "strategy is None, expected a name"),
         ({"memory_budget": 100, "slots": 0}, StrategyError, "slots is 0"),
         ({"memory_budget": 100, "slots": 2.5}, StrategyError, "slots is 2.5"),
         ({"memory_budget": 100, "segments": True, "strategy": "segments"}, StrategyError, "segments is True"),

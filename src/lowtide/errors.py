@@ -72,7 +72,7 @@ class ExecutionError(LowtideError, RuntimeError):
 
 def shown(value: object) -> str:
     """A value as an error message shows it: short, on one line."""
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

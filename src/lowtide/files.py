@@ -43,21 +43,16 @@ def check_can_write(path: str | os.PathLike[str], *read: str | os.PathLike[str])
         read: the files that the work begins with.
     """
     path = Path(path)
-    _check_is_ordinary(path)
+    if not path.name or path.is_dir():
+        raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
+    if path.exists() and not path.is_file():  # a file would be put in its place
+        raise LowtideError(f"{path}: cannot be written: it is a device or a pipe; name a file")
     if any(path.resolve() == Path(other).resolve() for other in read):
         raise LowtideError(f"{path}: cannot be written: it is the file to be read; name another one")
     if not path.parent.is_dir():
         raise LowtideError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):
         raise LowtideError(f"{path}: cannot be written: no permission to write in {path.parent}; name another folder")
-
-
-def _check_is_ordinary(path: Path) -> None:
-    """Refuse a folder, and a device or a pipe: a file would be put in its place."""
-    if not path.name or path.is_dir():
-        raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
-    if path.exists() and not path.is_file():
-        raise LowtideError(f"{path}: cannot be written: it is a device or a pipe; name a file")
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
@@ -68,7 +63,7 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file atomically: a temporary file beside it, flushed to disk, then renamed over it."""
     path = Path(path)
-    _check_is_ordinary(path)
+    check_can_write(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError, StrategyError
+from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Schedule
 from lowtide.strategies.compiling import announce_compilation
 from lowtide.units import format_bytes
@@ -227,6 +227,8 @@ def find(name: str) -> Entry:
     """The entry of a strategy; a wrong name suggests the nearest."""
     if name in REGISTRY:
         return REGISTRY[name]
+    if not isinstance(name, str):
+        raise StrategyError(f"strategy is {shown(name)}, expected a name such as 'rotor'; leave it out for the fastest")
     names = [*REGISTRY, AUTO]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
