@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further model after this"
     )
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these models")
     arguments = parser.parse_args()
     chosen = models(arguments.only)
     if unknown := sorted({*arguments.only} - {name for _, name, _, _ in chosen}):

@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further network after this"
     )
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these networks, or settings")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     arguments = parser.parse_args()
     names = dict.fromkeys(setting["name"] for setting in SETTINGS.values())

@@ -102,6 +102,15 @@ def test_a_solution_for_a_model_with_more_blocks():
         lowtide.attach(chain_of_blocks()[:3], solution)
 
 
+def test_a_model_with_a_plan_is_not_measured_again():
+    model = chain_of_blocks()
+    plan = fit(model, torch.zeros(2, WIDTH))
+    with pytest.raises(lowtide.CaptureError, match=r"a plan is attached to the model; detach it first"):
+        lowtide.measure(model, torch.zeros(2, WIDTH))
+    plan.detach()
+    assert lowtide.measure(model, torch.zeros(2, WIDTH)).num_stages == 4
+
+
 @both
 def test_an_empty_batch(call):
     sample = (torch.zeros(0, WIDTH), torch.tensor(1.0))
