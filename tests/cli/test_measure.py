@@ -100,6 +100,8 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
         (["resnet18", "--length", "4", "--device", "cpu"], "length"),
         (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
         (["resnet18", "--device", "nowhere"], "nowhere"),
+        (["resnet18", "--device", "nowhere"], "; try --device cpu"),
+        (["package/training.py:make"], "write package.training:make"),
         (["a.b:c", "--batch", "2"], "zoo"),
         (["a.b:c", "--dtype", "float16"], "--dtype is for networks of the zoo"),
         (["resnet18", "-o", "not/there/chain.json"], "make it first"),

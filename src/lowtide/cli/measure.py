@@ -143,7 +143,7 @@ def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | N
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise CaptureError(f"--device {chosen} cannot be used: {first_line}") from None
+        raise CaptureError(f"--device {chosen} cannot be used: {first_line}; try --device cpu") from None
     model, sample = zoo.make(target, device=chosen, dtype=dtype, **sizes)
     described = " ".join([target, *(f"{key}={value}" for key, value in sizes.items()), dtype])
     return model, sample, described
@@ -152,6 +152,9 @@ def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | N
 def _from_function(target: str) -> tuple[nn.Module, Any]:
     """Call the user's function."""
     module_name, _, function_name = target.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".")
+        raise CaptureError(f"{target}: a module is named without .py and with dots; write {dotted}:{function_name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
     try:
