@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
+
+from benchmarks.refusing import Parser
 
 NAMES = ("startup", "selection", "solvers", "pofo", "weights")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = Parser(__doc__, prog="python -m benchmarks")
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"only these: {', '.join(NAMES)}")
     chosen = parser.parse_args().names or NAMES
     for name in chosen:

@@ -199,11 +199,11 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further model after this"
     )
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these models")
     arguments = parser.parse_args()
     chosen = models(arguments.only)
-    if arguments.only and not chosen:
-        refuse(f"--only {' '.join(arguments.only)}: there is no such model; docs/coverage.md lists them")
+    if unknown := sorted({*arguments.only} - {name for _, name, _, _ in chosen}):
+        refuse(f"--only {unknown[0]}: there is no such model here; docs/coverage.md lists them")
     usable_file(arguments.output)
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)

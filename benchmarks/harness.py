@@ -341,10 +341,10 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="small networks, to see that it works; written elsewhere")
 
 
-def output_folder(given: Path | None, default: Path, *, is_tiny: bool) -> Path:
-    """Where results go, made where it does not exist: tiny ones never beside those that are worth keeping."""
-    if given is None and is_tiny:
-        return Path(tempfile.mkdtemp(prefix="lowtide-tiny-"))
+def output_folder(given: Path | None, default: Path, *, is_trial: bool) -> Path:
+    """Where results go, made where it does not exist: those of a trial never in the place of those worth keeping."""
+    if given is None and is_trial:
+        return Path(tempfile.mkdtemp(prefix="lowtide-results-"))
     return usable_folder(given or default)
 
 
@@ -368,7 +368,7 @@ class Run:
         self.clock = Clock(arguments.seconds)
         self.facts = machine_facts(device)
         self.is_tiny: bool = arguments.tiny
-        self.folder = output_folder(arguments.output, results, is_tiny=arguments.tiny)
+        self.folder = output_folder(arguments.output, results, is_trial=arguments.tiny)
         self.stem = f"{name}-{'tiny-' if arguments.tiny else ''}{short_name(device)}"
 
     @contextmanager

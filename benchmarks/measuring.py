@@ -154,12 +154,12 @@ def main() -> None:
     parser.add_argument(
         "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further network after this"
     )
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these networks, or settings")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     arguments = parser.parse_args()
     names = dict.fromkeys(setting["name"] for setting in SETTINGS.values())
-    if arguments.only and not {*arguments.only} & {*SETTINGS, *names}:
-        refuse(f"--only {' '.join(arguments.only)}: there is no such network; there are {', '.join(names)}")
+    if unknown := sorted({*arguments.only} - {*SETTINGS, *names}):
+        refuse(f"--only {unknown[0]}: there is no such network; there are {', '.join(names)}")
     usable_folder(arguments.output)
     machine = torch.cuda.get_device_name() if arguments.device != "cpu" else "a CPU"
     print(f"{machine}, torch {torch.__version__}\n{HEADING}", flush=True)

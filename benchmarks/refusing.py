@@ -51,6 +51,7 @@ def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], wanted: 
     return parse
 
 
+above_0 = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
 seconds_above_0 = _number(float, lambda value: 0 < value < math.inf, "a number of seconds above 0")
 count = _number(int, lambda value: value >= 1, "a whole number from 1 on")
 ratio = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
@@ -66,15 +67,16 @@ def written_bytes(text: str) -> str:
 
 
 def refuse_unless_chosen(option: str, given: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse words of which none is in any name; a run of nothing would write results of nothing over those there.
+    """Refuse a word that is in no name; a run of nothing would write results of nothing over those there.
 
     Args:
         option: through which they came.
         given: the words; none chooses everything.
         names: what there is.
     """
-    if given and not any(word.lower() in name.lower() for word in given for name in names):
-        refuse(f"{option} {' '.join(given)}: no name contains it; there are {', '.join(dict.fromkeys(names))}")
+    for word in given:
+        if not any(word.lower() in name.lower() for name in names):
+            refuse(f"{option} {word}: no name contains it; there are {', '.join(dict.fromkeys(names))}")
 
 
 def usable_folder(folder: Path) -> Path:

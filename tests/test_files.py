@@ -2,8 +2,9 @@ import os
 
 import pytest
 
-from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage
-from lowtide.files import write_text
+from lowtide import Chain, ChainError, LowtideError, Schedule, ScheduleError, Stage, simulate
+from lowtide.errors import shown
+from lowtide.files import check_can_write, write_text
 
 CHAIN = Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)])
 
@@ -77,6 +78,28 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["note.txt"]
 
 
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for write in (CHAIN.save, check_can_write):
+        with pytest.raises(LowtideError, match="a device or a pipe; name a file"):
+            write(path)
+    assert path.is_fifo()
+
+
+def test_a_folder_is_not_written(tmp_path):
+    with pytest.raises(LowtideError, match="it is a folder; name a file"):
+        CHAIN.save(tmp_path)
+
+
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(LowtideError, match="cannot be written"):
+    with pytest.raises(LowtideError, match=r"cannot be written: there is no folder .*no; make it first"):
         CHAIN.save(tmp_path / "no" / "chain.json")
+
+
+def test_a_path_or_a_model_where_a_chain_is_expected():
+    with pytest.raises(ChainError, match=r"not 'net\.json'; Chain\.load reads a file"):
+        simulate("net.json", "schedule.json")
+    with pytest.raises(ScheduleError, match=r"not 'schedule\.json'; Schedule\.load reads a file"):
+        simulate(CHAIN, "schedule.json")
+    assert shown(type("Model", (), {"__repr__": lambda self: "Model(\n  (0): Linear\n)"})()) == "Model( (0): Linear )"

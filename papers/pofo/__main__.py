@@ -5,9 +5,9 @@
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
 ratio of link to compute; the default is the paper's. `--bandwidth` and `--time-scale` make another one. Chains of more
-than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots; without
-`--output` its results go to a folder of their own. `--keep` leaves other networks' points of an earlier run in the
-results.
+than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots. Its results, and
+those of chains that are named, go to a folder of their own without `--output`; `--keep` puts the named chains among the
+stored results, whose other networks stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from benchmarks import harness
-from benchmarks.refusing import Parser, earlier_results, refuse
+from benchmarks.refusing import Parser, above_0, earlier_results, refuse
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chains = [lowtide.Chain.load(path) for path in options.chains or sorted(CHAINS.glob("*-b16-500.json"))]
     except lowtide.LowtideError as error:
         refuse(str(error))
-    folder = harness.output_folder(options.output, HERE / "results", is_tiny=options.quick)
+    is_trial = options.quick or (bool(options.chains) and not options.keep)
+    folder = harness.output_folder(options.output, HERE / "results", is_trial=is_trial)
     kept = _kept(folder / f"{setting.name}.json") if options.keep else []
     points = _run(chains, setting, quick=options.quick, coarse_above=options.coarse_above)
     lines = write(folder, setting, _merged(kept, points) if options.keep else points)
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("chains", nargs="*", type=Path, metavar="CHAIN.json")
     parser.add_argument("--setting", choices=SETTINGS, default="v100")
     parser.add_argument("--bandwidth", help="of figure 2; figure 3 goes from there to three times as much")
-    parser.add_argument("--time-scale", type=float, help="multiply the chains' times")
+    parser.add_argument("--time-scale", type=above_0, help="multiply the chains' times")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--coarse-above", type=int, default=100, metavar="STAGES")

@@ -114,7 +114,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
     parser.add_argument("--tiny", action="store_true", help="one row of each, to see that it works")
     arguments = parser.parse_args(given)
-    folder = harness.output_folder(arguments.output, RESULTS, is_tiny=arguments.tiny)
+    folder = harness.output_folder(arguments.output, RESULTS, is_trial=arguments.tiny)
     part = slice(-1, None) if arguments.tiny else slice(None)
     table = [(row, 12.0) for row in TABLE_1[part]]
     figure = [(row, bandwidth) for row in FIGURE_4[part] for bandwidth in BANDWIDTHS[part]]

@@ -241,7 +241,8 @@ class Chain:
             ChainError: in one line that names the stage, the field and what was expected.
         """
         if not isinstance(values, Mapping):
-            raise ChainError(f"a chain is a JSON object, not {shown(values)}")
+            hint = "; Chain.load reads a file" if isinstance(values, str | os.PathLike) else ""
+            raise ChainError(f"a chain is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
             raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide measure writes such a file")

@@ -73,7 +73,7 @@ class ExecutionError(LowtideError, RuntimeError):
 def shown(value: object) -> str:
     """A value as an error message shows it: short, on one line."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # Python prints no number of more than some thousand digits
         text = "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:57]}..."

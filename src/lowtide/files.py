@@ -53,11 +53,20 @@ def read_json(
     raise refuse(f"{path}: is not valid JSON ({constants[0]} is not a number that JSON knows); is it the right file?")
 
 
-def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Refuse a path whose folder is missing or may not be written to, before work is done whose result goes there."""
+def check_can_write(path: str | os.PathLike[str], *read: str | os.PathLike[str]) -> None:
+    """Refuse a path that cannot be written, or should not be, before work is done whose result goes there.
+
+    Args:
+        path: where the result is to go.
+        read: the files that the work begins with.
+    """
     path = Path(path)
     if not path.name or path.is_dir():
         raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
+    if path.exists() and not path.is_file():  # a file would be put in its place
+        raise LowtideError(f"{path}: cannot be written: it is a device or a pipe; name a file")
+    if any(path.resolve() == Path(other).resolve() for other in read):
+        raise LowtideError(f"{path}: cannot be written: it is the file to be read; name another one")
     if not path.parent.is_dir():
         raise LowtideError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):
@@ -72,6 +81,7 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text file atomically: a temporary file beside it, flushed to disk, then renamed over it."""
     path = Path(path)
+    check_can_write(path)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:

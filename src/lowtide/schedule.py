@@ -197,7 +197,8 @@ class Schedule:
             ScheduleError: in one line, with the operation's index where an operation is wrong.
         """
         if not isinstance(values, Mapping):
-            raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}")
+            hint = "; Schedule.load reads a file" if isinstance(values, str | os.PathLike) else ""
+            raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
             raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide solve -o writes such a file")

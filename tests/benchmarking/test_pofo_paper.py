@@ -54,13 +54,14 @@ def test_quick_figures_of_a_measured_chain(tmp_path: Path, capsys: pytest.Captur
     assert [entry for entry in both if entry["network"] != other.name] == values["points"]
 
 
-def test_quick_figures_never_lie_where_those_worth_keeping_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [["--quick"], []])
+def test_figures_of_a_trial_never_lie_where_those_worth_keeping_do(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("papers.pofo.__main__.HERE", tmp_path / "beside")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    long_chain(5).save(tmp_path / "other.json")
-    main([str(tmp_path / "other.json"), "--quick", "--setting", "h200"])
+    long_chain(3).save(tmp_path / "other.json")
+    main([str(tmp_path / "other.json"), *options, "--setting", "h200"])
     (written,) = tmp_path.rglob("h200.json")
     assert not (tmp_path / "beside").exists()
     assert f"written to {written.parent}" in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_version(capsys):
     ("arguments", "expected"),
     [
         ([], "Missing command"),
-        (["solv"], "solve"),
+        (["solv"], "Did you mean 'solve'?\n"),
         (["solve"], "CHAIN"),
         (["solve", "{chain}"], "--memory"),
         (["solve", "{chain}", "--memory", "1.5"], "--memory: '1.5' is not a number of bytes"),
@@ -149,6 +149,9 @@ def test_version(capsys):
         (["solve", "{missing}", "--memory", "20kB"], "cannot be read"),
         (["solve", "{garbled}", "--memory", "20kB"], "not valid JSON"),
         (["solve", "{chain}", "extra", "--memory", "20kB"], "extra"),
+        (["solve", "{chain}", "--memory"], "requires an argument; see 'lowtide solve --help'"),
+        (["solve", "{chain}", "--memory", "20kB", "-o", "{chain}"], "it is the file to be read; name another one"),
+        (["report", "{chain}", "-o", "{chain}"], "it is the file to be read"),
         (
             ["simulate", "{chain}", "{chain}"],
             "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; lowtide solve -o writes such a file",

@@ -100,7 +100,10 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
         (["resnet18", "--length", "4", "--device", "cpu"], "length"),
         (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
         (["resnet18", "--device", "nowhere"], "nowhere"),
+        (["resnet18", "--device", "nowhere"], "; try --device cpu"),
+        (["package/training.py:make"], "write package.training:make"),
         (["a.b:c", "--batch", "2"], "zoo"),
+        (["a.b:c", "--dtype", "float16"], "--dtype is for networks of the zoo"),
         (["resnet18", "-o", "not/there/chain.json"], "make it first"),
         (["resnet18", "-o", "."], "name a file"),
     ],
@@ -110,6 +113,16 @@ def test_wrong_use_is_one_line(arguments, reason, capsys):
     printed = capsys.readouterr().err
     assert reason in printed
     assert printed.count("\n") == 1
+
+
+def test_a_device_on_which_the_function_has_not_put_its_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "made_on_cpu.py").write_text(MADE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["measure", "made_on_cpu:make", "--device", "cpu"]) == 0
+    for device in ("cuda", "cuda:0", "gpu"):
+        capsys.readouterr()
+        assert main(["measure", "made_on_cpu:make", "--device", device]) == 2
+        assert f"--device {device}: the model of made_on_cpu:make is on cpu" in capsys.readouterr().err
 
 
 def test_what_a_model_prints_is_not_among_the_results(tmp_path, capsys, monkeypatch):

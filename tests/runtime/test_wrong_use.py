@@ -89,6 +89,28 @@ def test_what_is_no_model_is_not_measured():
         lowtide.measure(nn.Tanh, torch.zeros(2, WIDTH))
 
 
+@pytest.mark.parametrize("call", [lambda *given: lowtide.fit(*given, memory_budget="1GiB"), lowtide.measure])
+def test_a_model_without_data(call):
+    with pytest.raises(lowtide.CaptureError, match=r"parameter '0\.0\.weight' is on the meta device.*load"):
+        call(chain_of_blocks().to("meta"), torch.zeros(2, WIDTH))
+
+
+def test_a_solution_for_a_model_with_more_blocks():
+    chain = lowtide.measure(chain_of_blocks(), torch.zeros(2, WIDTH))
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
+    with pytest.raises(lowtide.PlanError, match=r"has no submodule '3', .*measured of this model"):
+        lowtide.attach(chain_of_blocks()[:3], solution)
+
+
+def test_a_model_with_a_plan_is_not_measured_again():
+    model = chain_of_blocks()
+    plan = fit(model, torch.zeros(2, WIDTH))
+    with pytest.raises(lowtide.CaptureError, match=r"a plan is attached to the model; detach it first"):
+        lowtide.measure(model, torch.zeros(2, WIDTH))
+    plan.detach()
+    assert lowtide.measure(model, torch.zeros(2, WIDTH)).num_stages == 4
+
+
 @both
 def test_an_empty_batch(call):
     sample = (torch.zeros(0, WIDTH), torch.tensor(1.0))

@@ -79,8 +79,11 @@ def _run(arguments: list[str]) -> int:
         status = command.main(arguments, prog_name="lowtide", standalone_mode=False)
         sys.stdout.flush()
     except _UsageError as error:
-        where = error.ctx.command_path if error.ctx is not None else "lowtide"
-        return _fail(f"{error.format_message().rstrip('.')}; see '{where} --help'", STATUS_WRONG_USE)
+        message = error.format_message().rstrip(".")
+        if message.endswith("?"):  # a wrong name, and the right one
+            return _fail(message, STATUS_WRONG_USE)
+        called = _called(arguments)
+        return _fail(f"{message}; see 'lowtide {f'{called} ' if called else ''}--help'", STATUS_WRONG_USE)
     except InfeasibleBudgetError as error:
         return _fail(str(error), STATUS_INFEASIBLE)
     except LowtideError as error:
@@ -102,9 +105,15 @@ def _run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
+def _called(arguments: list[str]) -> str | None:
+    """The subcommand that is called, None where there is none of that name."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return name if name in SUBCOMMANDS else None
+
+
 def _app(arguments: list[str]) -> typer.Typer:
     """The typer application, with the subcommand that is called and a placeholder for each of the others."""
-    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    wanted = _called(arguments)
     app = typer.Typer(
         name="lowtide",
         help=_HELP,

@@ -54,7 +54,12 @@ Device = Annotated[
     str | None,
     typer.Option("--device", metavar="DEVICE", help="cuda or cpu; else cuda where there is one.", show_default=False),
 ]
-DataType = Annotated[str, typer.Option("--dtype", metavar="TYPE", help="For the zoo: float32, bfloat16 or float16.")]
+DataType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", metavar="TYPE", help="For the zoo: float32, the default, bfloat16 or float16.", show_default=False
+    ),
+]
 
 
 def _size(name: str, text: str) -> Any:
@@ -78,7 +83,7 @@ def command(
     width: Annotated[int | None, _size("width", "its width")] = None,
     heads: Annotated[int | None, _size("heads", "its attention heads")] = None,
     vocabulary: Annotated[int | None, _size("vocabulary", "its tokens")] = None,
-    dtype: DataType = "float32",
+    dtype: DataType = None,
     device: Device = None,
     stages: Stages = None,
     optimizer: OptimizerKind = None,
@@ -121,12 +126,15 @@ def command(
         _print_chain(chain, output)
 
 
-def _made(target: str, sizes: dict[str, int], dtype: str, device: str | None) -> tuple[nn.Module, Any, str]:
+def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | None) -> tuple[nn.Module, Any, str]:
     """The model, its sample and its name."""
     if ":" in target:
-        if sizes:
-            raise CaptureError(f"--{next(iter(sizes))} is for networks of the zoo; {target} makes its own sizes")
-        return (*_from_function(target), target)
+        for option in (*sizes, *(["dtype"] if dtype is not None else [])):
+            raise CaptureError(f"--{option} is for networks of the zoo; leave it out, {target} chooses by itself")
+        model, sample = _from_function(target)
+        _check_device(target, model, device)
+        return model, sample, target
+    dtype = dtype or "float32"
     zoo.find(target)  # a wrong name is refused before torch is imported
     import torch
 
@@ -135,7 +143,7 @@ def _made(target: str, sizes: dict[str, int], dtype: str, device: str | None) ->
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise CaptureError(f"--device {chosen} cannot be used: {first_line}") from None
+        raise CaptureError(f"--device {chosen} cannot be used: {first_line}; try --device cpu") from None
     model, sample = zoo.make(target, device=chosen, dtype=dtype, **sizes)
     described = " ".join([target, *(f"{key}={value}" for key, value in sizes.items()), dtype])
     return model, sample, described
@@ -144,6 +152,9 @@ def _made(target: str, sizes: dict[str, int], dtype: str, device: str | None) ->
 def _from_function(target: str) -> tuple[nn.Module, Any]:
     """Call the user's function."""
     module_name, _, function_name = target.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".")
+        raise CaptureError(f"{target}: a module is named without .py and with dots; write {dotted}:{function_name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
     try:
@@ -161,6 +172,15 @@ def _from_function(target: str) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2:
         raise CaptureError(f"{target}() returned {type(made).__name__}, expected a tuple (model, sample)")
     return made
+
+
+def _check_device(target: str, model: Any, wanted: str | None) -> None:
+    """A function puts its model where it likes: refuse `--device` where that is elsewhere."""
+    parameters = getattr(model, "parameters", tuple)
+    there = {parameter.device.type for parameter in parameters()}
+    if wanted is not None and there and wanted.partition(":")[0] not in there:
+        made = ", ".join(sorted(there))
+        raise CaptureError(f"--device {wanted}: the model of {target} is on {made}; move it there in that function")
 
 
 def _check_runs(target: str, model: nn.Module, sample: Any) -> None:

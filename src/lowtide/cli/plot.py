@@ -92,7 +92,7 @@ def command(
     rate = bandwidth_option(bandwidth) or 0
     budget = None if memory is None else bytes_option("--memory", memory)
     figure_format(output)  # refused before anything is solved
-    check_can_write(output)
+    check_can_write(output, chain_file, *([] if schedule_file is None else [schedule_file]))
     chain = Chain.load(chain_file)
     if schedule_file is None and budget is None and panel is Panel.memory:
         raise LowtideError("the memory of which schedule? give a schedule file, or a budget with --memory")

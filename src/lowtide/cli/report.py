@@ -73,7 +73,7 @@ def command(
     """
     rate = bandwidth_option(bandwidth)
     budget = None if memory is None else bytes_option("--memory", memory)
-    check_can_write(output)
+    check_can_write(output, chain_file, *([] if schedule_file is None else [schedule_file]))
     chain = Chain.load(chain_file)
     schedule: Schedule | None = None
     if schedule_file is not None:

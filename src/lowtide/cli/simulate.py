@@ -8,7 +8,7 @@ import typer
 
 from lowtide.chain import Chain
 from lowtide.cli.given import simulated
-from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, bandwidth_option
+from lowtide.cli.options import ChainFile, HalfDuplex, Json, bandwidth_option
 from lowtide.cli.output import moved, print_json, print_pairs, step_time
 from lowtide.schedule import Schedule
 from lowtide.trace import Trace
@@ -16,6 +16,15 @@ from lowtide.units import format_bytes
 
 ScheduleFile = Annotated[
     str, typer.Argument(metavar="SCHEDULE.json", help="What to do: a schedule file.", show_default=False)
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="BYTES/s",
+        help="Speed of the link between device and host, each way, such as 12GB/s. A schedule that copies needs it.",
+        show_default=False,
+    ),
 ]
 
 EXAMPLES = (

@@ -67,7 +67,7 @@ def command(
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     chain = Chain.load(chain_file)
     if output is not None:
-        check_can_write(output)
+        check_can_write(output, chain_file)
     begin = time.perf_counter()
     try:
         with output_of_others_aside(), DelayedProgress() as progress:

@@ -60,6 +60,7 @@ def attach(
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
     split = split or split_for(model, chain)
+    _check_has_stages(model, split)
     check_legal(schedule, split.num_stages)
     tier = tier_for(model, host_memory_budget)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
@@ -87,6 +88,16 @@ def split_for(model: nn.Module, chain: Chain | None) -> Split:
         f"which submodules of this {type(model).__name__} make the stages is not known: attach a solution for a chain "
         "that lowtide.measure made, or give split="
     )
+
+
+def _check_has_stages(model: nn.Module, split: Split) -> None:
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    missing = next((unit.path for stage in split.stages for unit in stage.units if unit.path not in paths), None)
+    if missing is not None:
+        raise PlanError(
+            f"this {type(model).__name__} has no submodule {missing!r}, of which a stage is made: attach a solution "
+            "for a chain that was measured of this model"
+        )
 
 
 def check_legal(schedule: Schedule, num_stages: int) -> None:

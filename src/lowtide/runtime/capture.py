@@ -101,6 +101,11 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}, expected an nn.Module")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise CaptureError(
+            f"parameter {empty!r} is on the meta device and has no data; load or initialise the model first"
+        )
     if loss is not None and not callable(loss):
         raise CaptureError(f"loss is {shown(loss)}, expected a function of the model's result")
     if stages is None or callable(stages):
@@ -179,8 +184,8 @@ def _nothing_found(observation: Observation) -> str:
         )
     common = max(reasons, key=lambda reason: reasons[reason], default="no submodule is called")
     return (
-        f"no chain of stages was found: {seen}, saving {format_bytes(ledger.total_bytes)}, and at no place a single "
-        f"activation crosses from one to the next (for instance: {common}); {_BY_HAND}"
+        f"no chain of stages was found: {seen}, saving {format_bytes(ledger.total_bytes)}, and a stage "
+        f"can end at none of them (for instance: {common}); {_BY_HAND}"
     )
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, LowtideError, SampleError
 from lowtide.runtime.capture_operations import is_weight_cast, signature_of, written_by
+from lowtide.runtime.interception import ModelSite, attached_site
 from lowtide.runtime.sample import Sample, tensors_in
 
 NEVER = -1
@@ -321,6 +322,8 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue
         if is_opaque(module):
             if not path:
+                if isinstance(attached_site(module), ModelSite):
+                    raise CaptureError("a plan is attached to the model; detach it first: plan.detach()")
                 raise CaptureError(
                     "the model is compiled as a whole, so its stages cannot be told apart; "
                     "hand over the model before torch.compile"

@@ -225,9 +225,11 @@ AUTO_SUMMARY = "the fastest feasible of all that apply, by simulation"
 
 def find(name: str) -> Entry:
     """The entry of a strategy; a wrong name suggests the nearest."""
-    if isinstance(name, str) and name in REGISTRY:
+    if not isinstance(name, str):
+        raise StrategyError(f"strategy is {shown(name)}, expected a name such as 'rotor'; leave it out for the fastest")
+    if name in REGISTRY:
         return REGISTRY[name]
     names = [*REGISTRY, AUTO]
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    raise StrategyError(f"there is no strategy {shown(name)}; {hint}")
+    raise StrategyError(f"there is no strategy {name!r}; {hint}")
