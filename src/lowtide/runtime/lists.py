@@ -25,6 +25,12 @@ _MOST_COPIED = 100
 # In how many forwards a stage looks for lists: the first one may make some that the second one finds.
 _NUM_LOOKS = 2
 
+_Place = tuple[dict[str, Any], tuple[str, ...]]
+"""A module's attributes, and the names that lead from there to a list.
+
+Dicts on the way are not kept: one that a forward makes anew, with tensors and their graphs, would never be let go.
+"""
+
 Found = tuple[int, int, tuple[Any, ...] | None]
 """A list at one moment: its address, its length, and what it held where those are a few numbers.
 
@@ -72,15 +78,15 @@ class StageLists:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [vars(module) for module in modules]
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[_Place] = []
         self._num_looks = 0
 
     def before(self) -> Sequence[Found | None]:
         """How the lists are before a first run; empty where there are none."""
         if self._num_looks < _NUM_LOOKS:
             self._num_looks += 1
-            self._places = [place for table in self._tables for place in _places_in(table, set())]
-        return [_found(table.get(name)) for table, name in self._places] if self._places else ()
+            self._places = [(table, path) for table in self._tables for path in _paths_in(table, set())]
+        return [_found(value) for value in self._now()] if self._places else ()
 
     def put_back(self, then: Sequence[Found | None]) -> list[Any]:
         """Make the lists as they were then, as far as that is known.
@@ -107,7 +113,7 @@ class StageLists:
         return removed
 
     def _now(self) -> list[Any]:
-        return [table.get(name) for table, name in self._places]
+        return [_dict_at(table, path).get(path[-1]) for table, path in self._places]
 
     @contextmanager
     def protected(self, then: Sequence[Found | None]) -> Iterator[None]:
@@ -118,23 +124,33 @@ class StageLists:
             self.put_back(then)
             yield
         finally:
-            for (table, name), value in zip(self._places, values, strict=True):
+            for (table, path), value in zip(self._places, values, strict=True):
                 if id(value) in contents:  # the block may have put another list in its place
-                    table[name] = value
+                    _dict_at(table, path)[path[-1]] = value
             for value, held in contents.values():
                 if not _holds(value, held):
                     value.clear()
                     value.extend(held)
 
 
-def _places_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
+def _paths_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, ...]]:
     """Where lists stand in a module's attributes, and in dicts among these."""
     seen.add(id(table))
     for name, value in table.items():
         if isinstance(value, _LISTS):
-            yield table, name
+            yield (name,)
         elif isinstance(value, dict) and id(value) not in seen:
-            yield from _places_in(value, seen)
+            yield from ((name, *path) for path in _paths_in(value, seen))
+
+
+def _dict_at(table: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The dict in which a path ends; where there is none any more, one that nobody reads."""
+    for name in path[:-1]:
+        inner = table.get(name)
+        if not isinstance(inner, dict):
+            return {}
+        table = inner
+    return table
 
 
 def _found(value: Any) -> Found | None:
