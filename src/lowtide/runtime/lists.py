@@ -6,16 +6,20 @@ sums such a list would count terms twice, and terms with a graph keep memory tha
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 _LISTS = (list, deque)
 _CONTAINERS = (list, deque, dict, set)
+_NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
 
 # Lists of numbers up to this length are copied before a stage's first run. Histories that drop their oldest entry are
@@ -39,7 +43,7 @@ Tensors are not kept: one that has a graph would keep a step alive for ever, sin
 
 
 class Contents:
-    """What the built-in containers among some values hold, nested ones included.
+    """What the built-in containers, namespaces and dataclasses among some values hold, nested ones included.
 
     Args:
         values: whatever modules have as attributes.
@@ -47,7 +51,7 @@ class Contents:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}  # by address: the container, and a copy of it
-        pending = [value for value in values if isinstance(value, (*_CONTAINERS, tuple))]
+        pending = _containers_among(values)
         while pending:
             value = pending.pop()
             if id(value) in self._held:
@@ -55,7 +59,7 @@ class Contents:
             copy: Any = value if isinstance(value, tuple) else _copy(value)
             self._held[id(value)] = value, copy
             inner = copy.values() if isinstance(copy, dict) else copy
-            pending += [each for each in inner if isinstance(each, (*_CONTAINERS, tuple))]
+            pending += _containers_among(inner)
 
     def restore(self) -> None:
         """Let all of them hold the very same again; the containers themselves stay."""
@@ -131,6 +135,23 @@ class StageLists:
                 if not _holds(value, held):
                     value.clear()
                     value.extend(held)
+
+
+def _containers_among(values: Iterable[Any]) -> list[Any]:
+    """The containers among some values; of objects that are there only to hold others (settings), their tables."""
+    found = []
+    for value in values:
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            found.append(value)
+        elif _is_settings(value):
+            found.append(vars(value))
+    return found
+
+
+def _is_settings(value: Any) -> bool:
+    if isinstance(value, _NAMESPACES):
+        return True
+    return is_dataclass(value) and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__")
 
 
 def _paths_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, ...]]:
