@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from argparse import Namespace
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -149,3 +152,33 @@ def test_buffers_may_be_expanded_and_share_the_memory_of_parameters(kind):
     with lowtide.fit(model, inputs[0], **OPTIONS | {"memory_budget": caught.value.minimum_bytes}) as plan:
         assert_equal(train(model, inputs), train(make(), inputs))
         assert plan.stats().recomputed_per_step > 0
+
+
+@dataclass
+class Progress:
+    num_calls: int = 0
+    parts: list[int] = field(default_factory=list)
+
+
+class Counting(nn.Module):
+    """Counts its calls in an object that holds nothing but settings."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.progress = kind(num_calls=0, parts=[])
+
+    def forward(self, x):
+        self.progress.num_calls += 1
+        self.progress.parts.append(len(x))
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Progress, SimpleNamespace, Namespace])
+def test_planning_leaves_settings_in_objects_as_they_are(kind):
+    model = nn.Sequential(*(Counting(kind) for _ in range(3)))
+    progress = [block.progress for block in model]
+    lowtide.measure(model, torch.zeros(8, 16))
+    for block, former in zip(model, progress, strict=True):
+        assert block.progress is former
+        assert vars(former) == {"num_calls": 0, "parts": []}

@@ -53,7 +53,11 @@ class _Detached:
         return value is not None and value is self._former()
 
 
-Place = tuple[dict[str, Any], str]
+Place = tuple[dict[str, Any], str | None, str]
+"""A module's attributes, the name of a dict among them (None: none), and a name in that dict or among the attributes.
+
+The dict itself is not kept: one that a forward makes anew, with tensors and their graphs, would never be let go.
+"""
 
 Copies = dict[tuple[tuple[int, str], tuple[int, int]], torch.Tensor | None]
 """What tensors held before a stage of one forward changed them in place; None: nobody knew that it would."""
@@ -104,7 +108,7 @@ class StageAttributes:
         self._num_looks = 0
         self._size = 0
         self._places: list[Place] = []
-        self._known: dict[tuple[int, str], bool] = {}  # whether it is a unit's, in the order of the places
+        self._known: dict[tuple[int, str | None, str], bool] = {}  # whether it is a unit's, in the order of the places
         self._num_seen: list[int] = []  # in how many forwards
         self._changing: set[int] = set()  # the places of tensors that were changed in place
 
@@ -142,14 +146,18 @@ class StageAttributes:
             return
         self._size = size
         for number, module in enumerate(self._modules):
-            for table, name in _places_in(module):
-                if (id(table), name) not in self._known:
-                    self._known[id(table), name] = number < self._num_inside
-                    self._places.append((table, name))
+            for place in _places_in(module):
+                key = id(place[0]), *place[1:]
+                if key not in self._known:
+                    self._known[key] = number < self._num_inside
+                    self._places.append(place)
                     self._num_seen.append(0)
 
     def _now(self) -> list[Any]:
-        values = [table.get(name, ABSENT) for table, name in self._places]
+        values = [
+            (table if within is None else _dict_in(table, within)).get(name, ABSENT)
+            for table, within, name in self._places
+        ]
         return [value if type(value) in _PLAIN or _is_kept(value) or _has_graph(value) else _Other for value in values]
 
     def changed_since(self, noted: Noted, copies: Copies | None = None, read: Reads = set) -> list[Entry]:
@@ -173,7 +181,9 @@ class StageAttributes:
         if not changed and all(map(is_, now, then)) and not any(value is _Other for value in now):
             return []
         entries: list[Entry] = []
-        for index, ((table, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
+        for index, ((table, within, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
+            if within is not None:
+                table = _dict_in(table, within)
             if index in changed:
                 entries.append((table, name, changed[index]))
             elif isinstance(before, _Detached):
@@ -197,7 +207,7 @@ class StageAttributes:
                     continue
                 copy = None  # the tape holds the tensor itself
             if copy is None:
-                raise _lost(self._places[index][1], by_forward=key in copies)
+                raise _lost(self._places[index][2], by_forward=key in copies)
             found[index] = made.setdefault(id(tensor), copy.clone())
         return found
 
@@ -229,14 +239,24 @@ def _places_in(module: nn.Module) -> Iterator[Place]:
     """Where something stands in a module's attributes, and in dicts among these, that may have to be put back."""
     is_torchs = type(module).__module__.startswith("torch.")  # its layers do not change their tuples
     table = vars(module)
-    dicts = [value for name, value in table.items() if isinstance(value, dict) and name not in _NOT_OURS]
-    for each in (table, *(d for d in dicts if len(d) <= _MOST_ENTRIES)):
-        for name, value in each.items():
-            if name in _NOT_OURS and each is table:
-                continue
-            is_ours = type(value) in _PLAIN or isinstance(value, torch.Tensor)
-            if is_ours or (not is_torchs and _is_kept(value)):
-                yield each, name
+    dicts = {name: value for name, value in table.items() if isinstance(value, dict) and name not in _NOT_OURS}
+    for name, value in table.items():
+        if name not in _NOT_OURS and (name in dicts or _is_looked_after(value, is_torchs)):
+            yield table, None, name
+    for within, each in dicts.items():
+        for name, value in each.items() if len(each) <= _MOST_ENTRIES else ():
+            if _is_looked_after(value, is_torchs):
+                yield table, within, name
+
+
+def _is_looked_after(value: Any, is_torchs: bool) -> bool:
+    return type(value) in _PLAIN or isinstance(value, torch.Tensor) or (not is_torchs and _is_kept(value))
+
+
+def _dict_in(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """The dict that stands among a module's attributes; where there is none any more, one that nobody reads."""
+    value = table.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _has_graph(value: Any) -> bool:

@@ -6,16 +6,20 @@ sums such a list would count terms twice, and terms with a graph keep memory tha
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
 _LISTS = (list, deque)
 _CONTAINERS = (list, deque, dict, set)
+_NAMESPACES = (SimpleNamespace, Namespace)
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
 
 # Lists of numbers up to this length are copied before a stage's first run. Histories that drop their oldest entry are
@@ -25,6 +29,12 @@ _MOST_COPIED = 100
 # In how many forwards a stage looks for lists: the first one may make some that the second one finds.
 _NUM_LOOKS = 2
 
+_Place = tuple[dict[str, Any], tuple[str, ...]]
+"""A module's attributes, and the names that lead from there to a list.
+
+Dicts on the way are not kept: one that a forward makes anew, with tensors and their graphs, would never be let go.
+"""
+
 Found = tuple[int, int, tuple[Any, ...] | None]
 """A list at one moment: its address, its length, and what it held where those are a few numbers.
 
@@ -33,7 +43,7 @@ Tensors are not kept: one that has a graph would keep a step alive for ever, sin
 
 
 class Contents:
-    """What the built-in containers among some values hold, nested ones included.
+    """What the built-in containers, namespaces and dataclasses among some values hold, nested ones included.
 
     Args:
         values: whatever modules have as attributes.
@@ -41,7 +51,7 @@ class Contents:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._held: dict[int, tuple[Any, Any]] = {}  # by address: the container, and a copy of it
-        pending = [value for value in values if isinstance(value, (*_CONTAINERS, tuple))]
+        pending = _containers_among(values)
         while pending:
             value = pending.pop()
             if id(value) in self._held:
@@ -49,7 +59,7 @@ class Contents:
             copy: Any = value if isinstance(value, tuple) else _copy(value)
             self._held[id(value)] = value, copy
             inner = copy.values() if isinstance(copy, dict) else copy
-            pending += [each for each in inner if isinstance(each, (*_CONTAINERS, tuple))]
+            pending += _containers_among(inner)
 
     def restore(self) -> None:
         """Let all of them hold the very same again; the containers themselves stay."""
@@ -72,15 +82,15 @@ class StageLists:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._tables = [vars(module) for module in modules]
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[_Place] = []
         self._num_looks = 0
 
     def before(self) -> Sequence[Found | None]:
         """How the lists are before a first run; empty where there are none."""
         if self._num_looks < _NUM_LOOKS:
             self._num_looks += 1
-            self._places = [place for table in self._tables for place in _places_in(table, set())]
-        return [_found(table.get(name)) for table, name in self._places] if self._places else ()
+            self._places = [(table, path) for table in self._tables for path in _paths_in(table, set())]
+        return [_found(value) for value in self._now()] if self._places else ()
 
     def put_back(self, then: Sequence[Found | None]) -> list[Any]:
         """Make the lists as they were then, as far as that is known.
@@ -107,7 +117,7 @@ class StageLists:
         return removed
 
     def _now(self) -> list[Any]:
-        return [table.get(name) for table, name in self._places]
+        return [_dict_at(table, path).get(path[-1]) for table, path in self._places]
 
     @contextmanager
     def protected(self, then: Sequence[Found | None]) -> Iterator[None]:
@@ -118,23 +128,50 @@ class StageLists:
             self.put_back(then)
             yield
         finally:
-            for (table, name), value in zip(self._places, values, strict=True):
+            for (table, path), value in zip(self._places, values, strict=True):
                 if id(value) in contents:  # the block may have put another list in its place
-                    table[name] = value
+                    _dict_at(table, path)[path[-1]] = value
             for value, held in contents.values():
                 if not _holds(value, held):
                     value.clear()
                     value.extend(held)
 
 
-def _places_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[dict[str, Any], str]]:
+def _containers_among(values: Iterable[Any]) -> list[Any]:
+    """The containers among some values; of objects that are there only to hold others (settings), their tables."""
+    found = []
+    for value in values:
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            found.append(value)
+        elif _is_settings(value):
+            found.append(vars(value))
+    return found
+
+
+def _is_settings(value: Any) -> bool:
+    if isinstance(value, _NAMESPACES):
+        return True
+    return is_dataclass(value) and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__")
+
+
+def _paths_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, ...]]:
     """Where lists stand in a module's attributes, and in dicts among these."""
     seen.add(id(table))
     for name, value in table.items():
         if isinstance(value, _LISTS):
-            yield table, name
+            yield (name,)
         elif isinstance(value, dict) and id(value) not in seen:
-            yield from _places_in(value, seen)
+            yield from ((name, *path) for path in _paths_in(value, seen))
+
+
+def _dict_at(table: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The dict in which a path ends; where there is none any more, one that nobody reads."""
+    for name in path[:-1]:
+        inner = table.get(name)
+        if not isinstance(inner, dict):
+            return {}
+        table = inner
+    return table
 
 
 def _found(value: Any) -> Found | None:
