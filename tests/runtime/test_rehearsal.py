@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import warnings
 
 import pytest
@@ -11,7 +12,8 @@ from tests.runtime.training import batches
 from torch import nn
 
 import lowtide
-from lowtide.runtime import planning
+from lowtide.runtime import measure_figures, planning
+from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.meter import Meter
 
 SHAPE = (128, 128)
@@ -101,6 +103,43 @@ def test_the_least_is_what_the_leanest_schedule_takes():
         assert 0.95 * least <= peak <= least
     with pytest.raises(lowtide.InfeasibleBudgetError):
         lowtide.fit(model, inputs[0], memory_budget=int(0.97 * least), **options)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.relu, self.dropout = nn.ReLU(), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(self.relu(self.up(self.norm(x)))))
+
+
+class WithMeans(nn.Module):
+    """Several of its schedules are the leanest by prediction, and they differ by 2 % when they are tried."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, means = x * 1.1, []
+        for block in self.blocks:
+            x = block(x)
+            means.append(x.mean())
+        return x, torch.stack(means), x.square().mean()
+
+
+def test_the_least_does_not_hang_on_measured_times(monkeypatch):
+    model, x, named = WithMeans(64), torch.randn(128, 64), set()
+    for seed in (0, 1, 2):
+        times = random.Random(seed)
+        monkeypatch.setattr(measure_figures, "timed", lambda *_, times=times: Timing(times.choice([1e-4, 1e-3, 3e-3])))
+        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+            lowtide.fit(model, x, memory_budget=1, bandwidth=0)
+        named.add(caught.value.minimum_bytes)
+    assert len(named) == 1
+    lowtide.fit(model, x, memory_budget=named.pop(), bandwidth=0).detach()
 
 
 def test_a_prediction_is_corrected_by_more_than_the_base():

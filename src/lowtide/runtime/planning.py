@@ -21,7 +21,7 @@ from lowtide.runtime.limits import optimizer_step_bytes
 from lowtide.runtime.measure import capture_for, measure_split
 from lowtide.runtime.rehearsal import Rehearsal, Step, let_go, rehearse
 from lowtide.runtime.sample import Sample
-from lowtide.runtime.solving import Settings, host_bytes, solution_for
+from lowtide.runtime.solving import Settings, host_bytes, leanest_solution, solution_for
 from lowtide.runtime.split import Split
 from lowtide.schedule import Offload
 from lowtide.solve import Solution
@@ -306,7 +306,7 @@ def _leanest(
     """
     least = dataclasses.replace(settings, memory_budget=error.minimum_bytes)
     try:
-        solution = solution_for(chain, least)
+        solution = leanest_solution(chain, least)
         measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes + unknown_bytes
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
         raise error from None

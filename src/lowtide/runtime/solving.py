@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,39 @@ def solution_for(chain: Chain, settings: Settings) -> Solution:
     if limit is not None and host_bytes(chain, solution.schedule) > limit:
         return found(0)  # what would have to be moved has no room: recompute instead
     return solution
+
+
+def leanest_solution(chain: Chain, settings: Settings) -> Solution:
+    """A schedule within the least budget of a chain, the same one whatever stages were measured to take.
+
+    Several may be the leanest by prediction, and differ when they are tried. If it hung on how long stages took this
+    time which of them is taken, the next `fit` could refuse the budget that this one has named.
+    """
+    try:
+        return solution_for(_with_even_times(chain), settings).on(chain)
+    except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
+        return solution_for(chain, settings)
+
+
+def _with_even_times(chain: Chain) -> Chain:
+    """Every computation takes about the mean, so that copies are about as slow as they are; a power of two, so that
+    sums of equal times are equal.
+    """
+    mean = chain.compute_seconds / (2 * chain.num_stages)
+    even = 2.0 ** round(math.log2(mean)) if mean else 1.0
+    stages = (
+        dataclasses.replace(
+            stage,
+            forward_seconds=even,
+            rerun_seconds=even,
+            backward_seconds=even,
+            variants=tuple(
+                dataclasses.replace(each, forward_seconds=even, backward_seconds=even) for each in stage.variants
+            ),
+        )
+        for stage in chain.stages
+    )
+    return dataclasses.replace(chain, stages=tuple(stages))
 
 
 def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0, **settings: Any) -> Solution:
