@@ -73,16 +73,16 @@ def leanest_solution(chain: Chain, settings: Settings) -> Solution:
     time which of them is taken, the next `fit` could refuse the budget that this one has named.
     """
     try:
-        return solution_for(_with_even_times(chain), settings).on(chain)
+        return solution_for(_with_even_times(chain, settings.bandwidth), settings).on(chain)
     except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
         return solution_for(chain, settings)
 
 
-def _with_even_times(chain: Chain) -> Chain:
-    """Every computation takes about the mean, so that copies are about as slow as they are; a power of two, so that
-    sums of equal times are equal.
+def _with_even_times(chain: Chain, bandwidth: int) -> Chain:
+    """Every computation takes a second; where values move, about the mean, so that copies are about as slow as they
+    are: a power of two, which is the same one for most measurements.
     """
-    mean = chain.compute_seconds / (2 * chain.num_stages)
+    mean = chain.compute_seconds / (2 * chain.num_stages) if bandwidth else 0.0
     even = 2.0 ** round(math.log2(mean)) if mean else 1.0
     stages = (
         dataclasses.replace(
