@@ -92,6 +92,16 @@ def test_a_folder_is_not_written(tmp_path):
         CHAIN.save(tmp_path)
 
 
+def test_paths_that_the_system_refuses(tmp_path):
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    CHAIN.save(tmp_path / "chain.json")
+    for path in (tmp_path / f"{'x' * 300}.json", tmp_path / "round"):
+        for write in (CHAIN.save, lambda path: check_can_write(path, tmp_path / "chain.json")):
+            with pytest.raises(LowtideError, match="cannot be written: (File name too long|Too many levels)"):
+                write(path)
+    check_can_write(tmp_path / "new.json", tmp_path / "round")  # whoever reads it refuses it
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(LowtideError, match=r"cannot be written: there is no folder .*no; make it first"):
         CHAIN.save(tmp_path / "no" / "chain.json")

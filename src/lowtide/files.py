@@ -61,11 +61,17 @@ def check_can_write(path: str | os.PathLike[str], *read: str | os.PathLike[str])
         read: the files that the work begins with.
     """
     path = Path(path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, a folder that may not be entered, links that go round
+        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
     if not path.name or path.is_dir():
         raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
     if path.exists() and not path.is_file():  # a file would be put in its place
         raise LowtideError(f"{path}: cannot be written: it is a device or a pipe; name a file")
-    if any(path.resolve() == Path(other).resolve() for other in read):
+    if any(os.path.realpath(path) == os.path.realpath(other) for other in read):
         raise LowtideError(f"{path}: cannot be written: it is the file to be read; name another one")
     if not path.parent.is_dir():
         raise LowtideError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
