@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,32 @@ def test_the_budget_holds_where_forwards_replace_weights(kind, has_trained):
             peak = peak_of_steps(model, inputs, options["optimizer"])
             assert peak <= budget
             assert peak == pytest.approx(plan.stats().predicted_peak_bytes, rel=0.05)
+
+
+class Remembering(nn.Module):
+    """Keeps its hidden tensor in an object until the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.memory = nn.Linear(SHAPE[1], SHAPE[1]), SimpleNamespace(hidden=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x))
+        self.memory.hidden = hidden.detach().clone()
+        return x + torch.tanh(hidden)
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_the_budget_holds_where_objects_carry_tensors_over(has_trained):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(Remembering() for _ in range(4))), batches((512, SHAPE[1]), 3)
+    options = options_for(model)
+    if has_trained:
+        peak_of_steps(model, inputs[:1], options["optimizer"])
+    least = least_of(model, inputs[0], options)
+    with lowtide.fit(model, inputs[0], memory_budget=least, **options):
+        peak = peak_of_steps(model, inputs, options["optimizer"])
+        assert 0.95 * least <= peak <= least
 
 
 def test_the_least_is_what_the_leanest_schedule_takes():

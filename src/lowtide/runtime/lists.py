@@ -143,12 +143,13 @@ def _containers_among(values: Iterable[Any]) -> list[Any]:
     for value in values:
         if isinstance(value, (*_CONTAINERS, tuple)):
             found.append(value)
-        elif _is_settings(value):
+        elif is_settings(value):
             found.append(vars(value))
     return found
 
 
-def _is_settings(value: Any) -> bool:
+def is_settings(value: Any) -> bool:
+    """Whether an object is there only to hold others: a namespace, or a dataclass without slots."""
     if isinstance(value, _NAMESPACES):
         return True
     return is_dataclass(value) and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__")

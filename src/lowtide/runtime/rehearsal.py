@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.runtime.containers import tensors_of
 from lowtide.runtime.execution import Execution
-from lowtide.runtime.lists import StageLists
+from lowtide.runtime.lists import StageLists, is_settings
 from lowtide.runtime.measure_stages import leaves_behind, storages_of
 from lowtide.runtime.measure_weights import Optimizer, existing_state_bytes, optimizer_state_bytes
 from lowtide.runtime.meter import Meter
@@ -189,6 +189,8 @@ def _carried(model: nn.Module) -> dict[int, int]:
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
             seen.add(id(value))
             pending += value.values() if isinstance(value, dict) else value
+        elif is_settings(value):
+            pending.append(vars(value))
     known = storages_of(list(model.parameters()))
     return {key: storage.nbytes() for key, storage in storages.items() if key not in known}
 
