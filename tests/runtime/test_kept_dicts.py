@@ -12,6 +12,7 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+from lowtide.runtime.attributes import StageAttributes
 from lowtide.runtime.executor import Step
 from lowtide.runtime.meter import Meter
 
@@ -67,3 +68,32 @@ def test_after_backward_a_module_keeps_the_dict_of_its_own_forward(kind):
         kept = [block.kept for block in model]
         output.sum().backward()
         assert all(block.kept is found for block, found in zip(model, kept, strict=True))
+
+
+class Sharing(nn.Module):
+    """Counts its calls in a dict that all blocks have, and adds to a tensor there."""
+
+    def __init__(self, settings: dict) -> None:
+        super().__init__()
+        self.inner, self.settings = nn.Linear(SHAPE[1], SHAPE[1]), settings
+
+    def forward(self, x):
+        self.settings["num_calls"] += 1
+        self.settings["total"].add_(x.detach().mean())
+        return torch.tanh(self.inner(x)) * (self.settings["num_calls"] + self.settings["total"])
+
+
+def test_a_dict_that_modules_have_in_common_is_looked_through_once():
+    def make():
+        settings = {"num_calls": 0, "total": torch.zeros(()), **{f"setting{k}": k for k in range(50)}}
+        return stack(lambda: Sharing(settings), 5)
+
+    inputs = batches(SHAPE, 3)
+    model, twin = make(), make()
+    noted = StageAttributes(model.modules()).before()
+    assert len(noted.values) < 2 * 52
+    assert len(noted.copies) == 1
+    with lowtide.attach(model, recomputing(5)) as plan:
+        assert_equal(train(model, inputs), train(twin, inputs))
+        assert plan.stats().recomputed_per_step > 0
+    assert model[0].settings == twin[0].settings

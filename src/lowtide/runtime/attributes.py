@@ -53,11 +53,14 @@ class _Detached:
         return value is not None and value is self._former()
 
 
-Place = tuple[dict[str, Any], str | None, str]
-"""A module's attributes, the name of a dict among them (None: none), and a name in that dict or among the attributes.
+Table = tuple[dict[str, Any], str | None]
+"""A module's attributes, or the dict of that name among them.
 
 The dict itself is not kept: one that a forward makes anew, with tensors and their graphs, would never be let go.
 """
+
+Place = tuple[int, str]
+"""The number of a table, and a name in it."""
 
 Copies = dict[tuple[tuple[int, str], tuple[int, int]], torch.Tensor | None]
 """What tensors held before a stage of one forward changed them in place; None: nobody knew that it would."""
@@ -99,7 +102,18 @@ class StageAttributes:
         outside: those that lie outside all units; their code does not run again, what it did is on the tape.
     """
 
-    __slots__ = ("_changing", "_known", "_modules", "_num_inside", "_num_looks", "_num_seen", "_places", "_size")
+    __slots__ = (
+        "_changing",
+        "_known",
+        "_modules",
+        "_num_inside",
+        "_num_looks",
+        "_num_seen",
+        "_numbers",
+        "_places",
+        "_size",
+        "_tables",
+    )
 
     def __init__(self, modules: Iterable[nn.Module], outside: Iterable[nn.Module] = ()) -> None:
         inside = list(modules)
@@ -107,8 +121,10 @@ class StageAttributes:
         self._num_inside = len(inside)
         self._num_looks = 0
         self._size = 0
+        self._tables: list[Table] = []
+        self._numbers: dict[tuple[int, str | None], int] = {}  # of the tables
         self._places: list[Place] = []
-        self._known: dict[tuple[int, str | None, str], bool] = {}  # whether it is a unit's, in the order of the places
+        self._known: dict[Place, bool] = {}  # whether it is a unit's, in the order of the places
         self._num_seen: list[int] = []  # in how many forwards
         self._changing: set[int] = set()  # the places of tensors that were changed in place
 
@@ -116,7 +132,7 @@ class StageAttributes:
         """The values before a first run."""
         self._look()
         self._num_looks += 1
-        noted = Noted(self._now())
+        noted = Noted(self._now(self._dicts()))
         for index in noted.versions:
             value = noted.values[index]
             if isinstance(value, torch.Tensor) and self._may_change(index, value):
@@ -145,19 +161,24 @@ class StageAttributes:
         if self._num_looks >= _NUM_LOOKS and size == self._size:
             return
         self._size = size
+        seen: set[int] = set()  # modules may have a dict in common: settings of the whole network
         for number, module in enumerate(self._modules):
-            for place in _places_in(module):
-                key = id(place[0]), *place[1:]
-                if key not in self._known:
-                    self._known[key] = number < self._num_inside
-                    self._places.append(place)
-                    self._num_seen.append(0)
+            for within, names in _names_in(module, seen):
+                table = self._numbers.setdefault((id(vars(module)), within), len(self._tables))
+                if table == len(self._tables):
+                    self._tables.append((vars(module), within))
+                for place in ((table, name) for name in names):
+                    if place not in self._known:
+                        self._known[place] = number < self._num_inside
+                        self._places.append(place)
+                        self._num_seen.append(0)
 
-    def _now(self) -> list[Any]:
-        values = [
-            (table if within is None else _dict_in(table, within)).get(name, ABSENT)
-            for table, within, name in self._places
-        ]
+    def _dicts(self) -> list[dict[str, Any]]:
+        """What stands for each table now."""
+        return [table if within is None else _dict_in(table, within) for table, within in self._tables]
+
+    def _now(self, dicts: list[dict[str, Any]]) -> list[Any]:
+        values = [dicts[table].get(name, ABSENT) for table, name in self._places]
         return [value if type(value) in _PLAIN or _is_kept(value) or _has_graph(value) else _Other for value in values]
 
     def changed_since(self, noted: Noted, copies: Copies | None = None, read: Reads = set) -> list[Entry]:
@@ -175,15 +196,16 @@ class StageAttributes:
             ExecutionError: for a tensor whose old value is not known.
         """
         self._look()
-        now = self._now()
+        dicts = self._dicts()
+        now = self._now(dicts)
         then = [*noted.values, *(ABSENT for _ in range(len(now) - len(noted.values)))]
         changed = {} if copies is None else self._former(noted, copies, read)
-        if not changed and all(map(is_, now, then)) and not any(value is _Other for value in now):
-            return []
+        if not changed and all(map(is_, now, then)):
+            others = [place for place, value in zip(self._places, now, strict=True) if value is _Other]
+            return [(dicts[number], name, dicts[number][name]) for number, name in others]
         entries: list[Entry] = []
-        for index, ((table, within, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
-            if within is not None:
-                table = _dict_in(table, within)
+        for index, ((number, name), before, value) in enumerate(zip(self._places, then, now, strict=True)):
+            table = dicts[number]
             if index in changed:
                 entries.append((table, name, changed[index]))
             elif isinstance(before, _Detached):
@@ -207,7 +229,7 @@ class StageAttributes:
                     continue
                 copy = None  # the tape holds the tensor itself
             if copy is None:
-                raise _lost(self._places[index][2], by_forward=key in copies)
+                raise _lost(self._places[index][1], by_forward=key in copies)
             found[index] = made.setdefault(id(tensor), copy.clone())
         return found
 
@@ -235,18 +257,17 @@ def _version(value: Any) -> int:
     return sum(map(_version, value)) if isinstance(value, tuple) else 0
 
 
-def _places_in(module: nn.Module) -> Iterator[Place]:
-    """Where something stands in a module's attributes, and in dicts among these, that may have to be put back."""
+def _names_in(module: nn.Module, seen: set[int]) -> Iterator[tuple[str | None, list[str]]]:
+    """What may have to be put back: names among a module's attributes, and in the dicts among these not seen yet."""
     is_torchs = type(module).__module__.startswith("torch.")  # its layers do not change their tuples
-    table = vars(module)
-    dicts = {name: value for name, value in table.items() if isinstance(value, dict) and name not in _NOT_OURS}
-    for name, value in table.items():
-        if name not in _NOT_OURS and (name in dicts or _is_looked_after(value, is_torchs)):
-            yield table, None, name
+    own = {name: value for name, value in vars(module).items() if name not in _NOT_OURS}
+    dicts = {name: value for name, value in own.items() if isinstance(value, dict)}
+    yield None, [name for name, value in own.items() if name in dicts or _is_looked_after(value, is_torchs)]
     for within, each in dicts.items():
-        for name, value in each.items() if len(each) <= _MOST_ENTRIES else ():
-            if _is_looked_after(value, is_torchs):
-                yield table, within, name
+        if len(each) <= _MOST_ENTRIES and id(each) not in seen:
+            if not is_torchs:
+                seen.add(id(each))
+            yield within, [name for name, value in each.items() if _is_looked_after(value, is_torchs)]
 
 
 def _is_looked_after(value: Any, is_torchs: bool) -> bool:

@@ -117,7 +117,7 @@ class StageLists:
         return removed
 
     def _now(self) -> list[Any]:
-        return [_dict_at(table, path).get(path[-1]) for table, path in self._places]
+        return [(_dict_at(table, path) if path[1:] else table).get(path[-1]) for table, path in self._places]
 
     @contextmanager
     def protected(self, then: Sequence[Found | None]) -> Iterator[None]:
