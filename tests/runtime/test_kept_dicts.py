@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -97,3 +98,25 @@ def test_a_dict_that_modules_have_in_common_is_looked_through_once():
         assert_equal(train(model, inputs), train(twin, inputs))
         assert plan.stats().recomputed_per_step > 0
     assert model[0].settings == twin[0].settings
+
+
+class Sealed(OrderedDict):
+    """As the results of transformers are."""
+
+    def pop(self, *args):
+        raise TypeError("nothing can be taken out")
+
+
+class Sealing(Sharing):
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        self.result = Sealed(hidden=hidden.detach())
+        return x + hidden
+
+
+def test_a_dict_that_lets_nothing_be_taken_out():
+    inputs = batches(SHAPE, 3)
+    model, twin = (stack(lambda: Sealing({}), 5) for _ in range(2))
+    with lowtide.attach(model, recomputing(5)):
+        assert_equal(train(model, inputs), train(twin, inputs))
+    assert all(list(block.result) == ["hidden"] for block in model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,8 @@ def put(entry: Entry) -> None:
     """Put a value in its place."""
     table, name, value = entry
     if value is ABSENT:
-        table.pop(name, None)
+        # Not the table's own method: a result of transformers', which a module may keep, refuses it.
+        (OrderedDict if isinstance(table, OrderedDict) else dict).pop(table, name, None)
     else:
         table[name] = value
 
