@@ -19,9 +19,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Put back, at the end of the `with` block, whatever running the model changes.
 
     That is: the values of its buffers, gradients, the modules' attributes (modes, counters, caches that a forward
-    fills) and what lists, dicts, sets, deques, namespaces and dataclasses among these hold, the states of the random
-    number generators (torch's, Python's, numpy's, and the modules' own), and torch's global flags. Hooks on parameters
-    do not run inside: one may be an optimizer's step.
+    fills) and what lists, dicts, sets, deques, namespaces and dataclasses (but for those with slots) among these hold,
+    the states of the random number generators (torch's, Python's, numpy's, and the modules' own), and torch's global
+    flags. Hooks on parameters do not run inside: one may be an optimizer's step.
     """
     modules = [_ModuleState(module) for module in model.modules()]
     contents = Contents(value for module in model.modules() for value in vars(module).values())
