@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# Each worker has a core; threads beside it would take turns with the other workers'.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks

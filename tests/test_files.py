@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -90,6 +91,17 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
 def test_a_folder_is_not_written(tmp_path):
     with pytest.raises(LowtideError, match="it is a folder; name a file"):
         CHAIN.save(tmp_path)
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, file = tmp_path / "link.json", tmp_path / "there" / "chain.json"
+    link.symlink_to(file)
+    for name in ("first", "second"):  # it points to nothing yet, then to a file
+        replace(CHAIN, name=name).save(link)
+        assert link.is_symlink()
+        assert Chain.load(file).name == name
+    assert sorted(each.name for each in (tmp_path / "there").iterdir()) == ["chain.json"]
 
 
 def test_paths_that_the_system_refuses(tmp_path):

@@ -85,9 +85,12 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file atomically: a temporary file beside it, flushed to disk, then renamed over it."""
-    path = Path(path)
+    """Write a text file atomically: a temporary file beside it, flushed to disk, then renamed over it.
+
+    A link stays one: what it points to is written.
+    """
     check_can_write(path)
+    path = Path(os.path.realpath(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:

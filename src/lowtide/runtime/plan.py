@@ -45,7 +45,7 @@ class Stats:
     """From the start of forward to the end of backward, the median of the last steps."""
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
-    """On CUDA the allocator's peak since a schedule was last made, or since it was reset; on the CPU that of the
+    """On CUDA the allocator's peak since `fit` last made a schedule, or since it was reset; on the CPU that of the
     rehearsal.
     """
     recomputed_per_step: float
