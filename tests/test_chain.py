@@ -134,3 +134,14 @@ def test_sums():
     assert [chain.activation_bytes(k) for k in range(3)] == [0, 4, 1]
     with pytest.raises(IndexError):
         chain.stage(0)
+
+
+def test_other_times():
+    stage = {**STAGE, "rerun_seconds": 0.05, "variants": [VARIANT]}
+    chain = Chain.from_dict({**FILE, "stages": [stage, STAGE]})
+    other = chain.with_times(lambda seconds: 2 * seconds, lambda seconds: seconds + 1)
+    first, second = other.stages
+    assert (first.forward_seconds, first.rerun_seconds, first.backward_seconds) == (0.2, 0.1, 1.2)
+    assert (first.variants[0].forward_seconds, first.variants[0].backward_seconds) == (0.2, 1.3)
+    assert second.rerun_seconds == second.forward_seconds
+    assert other.with_times(lambda _: 0.0, lambda _: 0.0) == chain.with_times(lambda _: 0.0, lambda _: 0.0)

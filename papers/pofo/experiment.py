@@ -7,7 +7,7 @@ memory ratio α stands for a budget of (1 - α) M_low + α M_high.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lowtide
@@ -175,24 +175,7 @@ def _solved(
 
 def scaled(chain: lowtide.Chain, factor: float) -> lowtide.Chain:
     """The chain on a device that is slower by a factor."""
-    stages = [
-        replace(
-            stage,
-            forward_seconds=stage.forward_seconds * factor,
-            rerun_seconds=stage.rerun_seconds * factor,
-            backward_seconds=stage.backward_seconds * factor,
-            variants=tuple(
-                replace(
-                    variant,
-                    forward_seconds=variant.forward_seconds * factor,
-                    backward_seconds=variant.backward_seconds * factor,
-                )
-                for variant in stage.variants
-            ),
-        )
-        for stage in chain.stages
-    ]
-    return replace(chain, stages=tuple(stages))
+    return chain.with_times(lambda seconds: seconds * factor, lambda seconds: seconds * factor)
 
 
 def tasks_of(chains: list[lowtide.Chain], setting: Setting, grid_of: Callable[[lowtide.Chain], Grid]) -> Iterator[Task]:

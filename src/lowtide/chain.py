@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,6 +217,27 @@ class Chain:
     def compute_seconds(self) -> float:
         """Every forward and backward once, as variant 0: the time of plain training."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
+
+    def with_times(self, forward: Callable[[float], float], backward: Callable[[float], float]) -> Chain:
+        """The same with other times, of every stage and variant.
+
+        Args:
+            forward: makes a forward's seconds, repeated or not, of those that it has.
+            backward: the same for a backward's.
+        """
+
+        def changed(record: Any, **more: Any) -> Any:
+            times = {
+                "forward_seconds": forward(record.forward_seconds),
+                "backward_seconds": backward(record.backward_seconds),
+            }
+            return dataclasses.replace(record, **times, **more)
+
+        stages = (
+            changed(stage, rerun_seconds=forward(stage.rerun_seconds), variants=tuple(map(changed, stage.variants)))
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=tuple(stages))
 
     def to_dict(self) -> dict[str, Any]:
         """The chain as plain data, in the file format `lowtide.chain/1`."""

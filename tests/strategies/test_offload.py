@@ -6,7 +6,8 @@ import random
 import pytest
 from tests.chains import random_chains
 
-from lowtide import Backward, Chain, Forward, Stage, solve
+from lowtide import Chain, Stage, solve
+from lowtide.strategies.conversion import once_each
 from lowtide.strategies.transfers import Profile
 
 # A local search ends 14 % above the best choice here: two values would have to change places with one.
@@ -25,11 +26,6 @@ SIX = Chain(
 )
 
 
-def profile_of(chain: Chain) -> Profile:
-    stages = range(1, chain.num_stages + 1)
-    return Profile(chain, [*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))])
-
-
 def least_seconds(profile: Profile, budget: int, bandwidth: int) -> float:
     """The best of all selections, each placed by itself."""
     gaps = range(len(profile.gaps))
@@ -41,13 +37,13 @@ def least_seconds(profile: Profile, budget: int, bandwidth: int) -> float:
 @pytest.mark.parametrize("strategy", ["offload", "pofo"])
 def test_no_selection_is_faster(strategy: str) -> None:
     found = solve(SIX, memory_budget=142, strategy=strategy, bandwidth=5)
-    assert found.seconds <= least_seconds(profile_of(SIX), 142, 5) * (1 + 1e-9)
+    assert found.seconds <= least_seconds(once_each(SIX), 142, 5) * (1 + 1e-9)
 
 
 def test_no_selection_is_faster_on_random_chains() -> None:
     draw = random.Random(0)
     for chain in random_chains(60, 6):
-        profile = profile_of(chain)
+        profile = once_each(chain)
         least, most = profile.need_bytes(None), profile.need_bytes(())
         for bandwidth in (3, 20):
             budget = draw.randint(least, most)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.exchange import ABSENT, Entry
+from lowtide.runtime.exchange import ABSENT, Entry, dict_at
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str})
 
@@ -175,7 +175,7 @@ class StageAttributes:
 
     def _dicts(self) -> list[dict[str, Any]]:
         """What stands for each table now."""
-        return [table if within is None else _dict_in(table, within) for table, within in self._tables]
+        return [table if within is None else dict_at(table, (within,)) for table, within in self._tables]
 
     def _now(self, dicts: list[dict[str, Any]]) -> list[Any]:
         values = [dicts[table].get(name, ABSENT) for table, name in self._places]
@@ -272,12 +272,6 @@ def _names_in(module: nn.Module, seen: set[int]) -> Iterator[tuple[str | None, l
 
 def _is_looked_after(value: Any, is_torchs: bool) -> bool:
     return type(value) in _PLAIN or isinstance(value, torch.Tensor) or (not is_torchs and _is_kept(value))
-
-
-def _dict_in(table: dict[str, Any], name: str) -> dict[str, Any]:
-    """The dict that stands among a module's attributes; where there is none any more, one that nobody reads."""
-    value = table.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _has_graph(value: Any) -> bool:

@@ -15,6 +15,16 @@ class ABSENT:
     """Stands for the value of a name that is not there."""
 
 
+def dict_at(table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The dict to which names lead from a table; where there is none any more, one that nobody reads."""
+    for name in names:
+        inner = table.get(name)
+        if not isinstance(inner, dict):
+            return {}
+        table = inner
+    return table
+
+
 def put(entry: Entry) -> None:
     """Put a value in its place."""
     table, name, value = entry

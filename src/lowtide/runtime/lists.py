@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.runtime.exchange import dict_at
+
 _LISTS = (list, deque)
 _CONTAINERS = (list, deque, dict, set)
 _NAMESPACES = (SimpleNamespace, Namespace)
@@ -117,7 +119,7 @@ class StageLists:
         return removed
 
     def _now(self) -> list[Any]:
-        return [(_dict_at(table, path) if path[1:] else table).get(path[-1]) for table, path in self._places]
+        return [(dict_at(table, path[:-1]) if path[1:] else table).get(path[-1]) for table, path in self._places]
 
     @contextmanager
     def protected(self, then: Sequence[Found | None]) -> Iterator[None]:
@@ -130,7 +132,7 @@ class StageLists:
         finally:
             for (table, path), value in zip(self._places, values, strict=True):
                 if id(value) in contents:  # the block may have put another list in its place
-                    _dict_at(table, path)[path[-1]] = value
+                    dict_at(table, path[:-1])[path[-1]] = value
             for value, held in contents.values():
                 if not _holds(value, held):
                     value.clear()
@@ -163,16 +165,6 @@ def _paths_in(table: dict[str, Any], seen: set[int]) -> Iterator[tuple[str, ...]
             yield (name,)
         elif isinstance(value, dict) and id(value) not in seen:
             yield from ((name, *path) for path in _paths_in(value, seen))
-
-
-def _dict_at(table: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The dict in which a path ends; where there is none any more, one that nobody reads."""
-    for name in path[:-1]:
-        inner = table.get(name)
-        if not isinstance(inner, dict):
-            return {}
-        table = inner
-    return table
 
 
 def _found(value: Any) -> Found | None:

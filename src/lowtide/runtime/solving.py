@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,19 +83,7 @@ def _with_even_times(chain: Chain, bandwidth: int) -> Chain:
     """
     mean = chain.compute_seconds / (2 * chain.num_stages) if bandwidth else 0.0
     even = 2.0 ** round(math.log2(mean)) if mean else 1.0
-    stages = (
-        dataclasses.replace(
-            stage,
-            forward_seconds=even,
-            rerun_seconds=even,
-            backward_seconds=even,
-            variants=tuple(
-                dataclasses.replace(each, forward_seconds=even, backward_seconds=even) for each in stage.variants
-            ),
-        )
-        for stage in chain.stages
-    )
-    return dataclasses.replace(chain, stages=tuple(stages))
+    return chain.with_times(lambda _: even, lambda _: even)
 
 
 def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0, **settings: Any) -> Solution:
@@ -137,19 +124,7 @@ def _counted_seconds(solution: Solution) -> float:
 
 def with_reruns_counted(chain: Chain) -> Chain:
     """A chain to solve for: each forward takes a little longer, so that one more of them must be worth it."""
-    stages = (
-        dataclasses.replace(
-            stage,
-            forward_seconds=stage.forward_seconds + _RERUN_SECONDS,
-            rerun_seconds=stage.rerun_seconds + _RERUN_SECONDS,
-            variants=tuple(
-                dataclasses.replace(each, forward_seconds=each.forward_seconds + _RERUN_SECONDS)
-                for each in stage.variants
-            ),
-        )
-        for stage in chain.stages
-    )
-    return dataclasses.replace(chain, stages=tuple(stages))
+    return chain.with_times(lambda seconds: seconds + _RERUN_SECONDS, lambda seconds: seconds)
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:
