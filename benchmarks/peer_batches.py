@@ -52,6 +52,8 @@ class Batches:
     batch: int | None
     """The largest that was seen to train; 0: not even one; None: not known."""
     note: str = ""
+    too_large: int | None = None
+    """The least that was seen not to train; None: none was, or it is not stored."""
 
     @property
     def is_known(self) -> bool:
@@ -64,27 +66,31 @@ class Search:
 
     Args:
         fits: holds up to some number and not beyond it.
+        low: a number for which it was seen to hold; 0: none is known.
+        high: one for which it was seen not to.
     """
 
-    def __init__(self, fits: Callable[[int], bool]) -> None:
+    def __init__(self, fits: Callable[[int], bool], low: int = 0, high: int | None = None) -> None:
         self._fits = fits
-        self._high: int | None = None
-        self.low = 0
+        self.low = low
         """The largest seen to fit."""
+        self.high = high
+        """The least seen not to fit; None: none was."""
 
     def run(self, start: int) -> int:
         """The number; from `start` on it is gone up or down in steps that double, and the last of them is halved."""
-        tried, step = max(1, start), _resolution(start)
-        while self._high is None or self._high - self.low > _resolution(self.low):
+        step = _resolution(start)
+        tried = max(1, start, self.low + 1) if self.high is None else max(1, (self.low + self.high) // 2)
+        while self.high is None or self.high - self.low > _resolution(self.low):
             if self._fits(tried):
                 self.low = tried
             else:
-                self._high = tried
-            if self._high is None or self.low == 0:
-                tried = max(1, tried + step if self._high is None else tried - step)
+                self.high = tried
+            if self.high is None or self.low == 0:
+                tried = max(1, tried + step if self.high is None else tried - step)
                 step *= 2
             else:
-                tried = (self.low + self._high) // 2
+                tried = (self.low + self.high) // 2
         return self.low
 
 
@@ -253,10 +259,10 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
         )
         return found
 
-    search = Search(fits)
+    search = Search(fits, entry.batch or 0, entry.too_large)
     try:
         with timed_briefly():
-            if entry.way == "lowtide":
+            if entry.way == "lowtide" and entry.too_large is None:
                 start = likely_batch(run, network, limit_bytes, start)
             else:
                 start = max(start, scaled_batch(run.batches, entry))
@@ -265,7 +271,7 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
     except Exception as error:  # one way must not take the others with it
         entry.note = harness.reason(error)
     finally:  # a run that is cut leaves what it has seen
-        entry.batch = max(search.low, entry.batch or 0) or entry.batch
+        entry.batch, entry.too_large = search.low or entry.batch, search.high
         if entry not in run.batches:  # else it was cut before, and is gone on with
             run.batches.append(entry)
         run.save()
@@ -286,7 +292,7 @@ def batch_lines(entries: Sequence[Batches]) -> list[str]:
             if entry is None or entry.batch is None:
                 return "–" if entry is None or not entry.is_known else entry.note
             if not entry.is_known:
-                return f"at least {entry.batch}"
+                return f"at least {entry.batch}" + (f", not {entry.too_large}" if entry.too_large else "")
             return str(entry.batch) if entry.batch else "none"
 
         rows = [[way, *(cell(way, limit) for limit in limits)] for way in ways]

@@ -11,7 +11,8 @@ ratio α of the paper, the schedules of rotor, pofo, autocapper, opportunist and
 Every schedule is chosen as `fit` chooses, timed in some real steps, and its real peak taken.
 
 Writes pofo-executed-MACHINE.json and .md after every point, so that a run that is cut leaves whatever it had, and the
-picture at the end. `--resume` leaves out each network and α of which all algorithms are there; it runs the others anew.
+picture at the end. `--resume` leaves out each network and α of which all algorithms are there; of those that it runs,
+a part that an earlier run left is not kept.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ PINNED_BYTES_PER_SECOND = 0.75 * 2**30
 class Experiment:
     """One network, and its points."""
 
-    def __init__(self, run: Run[Point], name: str, image: int, batch: int) -> None:
+    def __init__(self, run: Run[Point], alphas: Sequence[float], name: str, image: int, batch: int) -> None:
         self.run = run
         self.network: Network[Point] = Network(name, image, batch, run.device)
+        run.points = without_parts(run.points, self.network.title, alphas)
         self.low, self.high = memory_range(self.network.chain)
         self.bandwidth = measured_bandwidth(run.device) if run.device.type == "cuda" else CPU_BANDWIDTH
         self.plain = self._point("plain")
@@ -112,16 +114,19 @@ def whole(points: Sequence[Point], title: str, alpha: float) -> bool:
     return {p.strategy for p in points if p.network == title and p.alpha == alpha} >= set(ORDER)
 
 
-def without_parts(points: Sequence[Point]) -> list[Point]:
-    """Those to go on with: algorithms are compared within one run alone, so that half a memory ratio is run anew."""
-    kept = [p for p in points if p.alpha is not None and whole(points, p.network, p.alpha)]
-    named = {p.network for p in kept}
-    return [p for p in points if p in kept or (p.strategy == "plain" and p.network in named)]
+def without_parts(points: Sequence[Point], title: str, alphas: Sequence[float]) -> list[Point]:
+    """What to go on with where some memory ratios of a network are to be run: algorithms are compared within one run
+    alone, so that half a ratio is run anew. What will not be run stays as it is.
+    """
+    anew = {alpha for alpha in alphas if not whole(points, title, alpha)}
+    kept = [p for p in points if p.network != title or p.alpha not in anew]
+    has_points = any(p.network == title and p.alpha is not None for p in kept)
+    return [p for p in kept if has_points or p.network != title]
 
 
 def experiment(run: Run[Point], alphas: Sequence[float], name: str, image: int, batch: int) -> None:
     """All points of one network, the most telling first."""
-    work = Experiment(run, name, image, batch)
+    work = Experiment(run, alphas, name, image, batch)
     for alpha in alphas:
         if not whole(run.points, work.network.title, alpha):
             work.at(alpha)
@@ -139,7 +144,6 @@ def main(given: list[str] | None = None) -> None:
         PAPER.draw_again(arguments.draw)
         return
     run = Run(PAPER, arguments, torch.device(arguments.device))
-    run.points = without_parts(run.points)
     run.run_networks(
         TINY if arguments.tiny else SETTINGS,
         lambda title: all(whole(run.points, title, alpha) for alpha in arguments.alphas),

@@ -90,6 +90,16 @@ def test_a_good_guess_of_the_largest_batch_takes_few_trials():
     assert len(tried) <= 3
 
 
+@pytest.mark.parametrize(("low", "high"), [(613, 660), (0, 660), (613, None), (649, 651), (0, 651)])
+def test_a_search_goes_on_between_what_is_known(low, high):
+    tried = []
+    search = Search(lambda size: tried.append(size) or size <= 650, low, high)
+    found = search.run(613)
+    assert found <= 650 < search.high
+    assert search.high - found <= max(1, found // 16)
+    assert all(low < size < (high or 10**9) for size in tried)
+
+
 def test_a_search_begins_where_another_limit_lets_expect_its_end(tmp_path, monkeypatch):
     tried: list[int] = []
 
@@ -108,22 +118,32 @@ def test_a_search_begins_where_another_limit_lets_expect_its_end(tmp_path, monke
 
 
 def test_a_search_that_is_cut_leaves_what_it_saw_and_is_gone_on_with(tmp_path, monkeypatch):
+    tried = []
+
     def cut(run, network, way, limit_bytes, batch_size):
-        if batch_size > 5:
+        tried.append(batch_size)
+        if len(tried) == len(answers):
             raise harness.OutOfTimeError
-        return True
+        return batch_size <= 7
+
+    answers = [True, True]  # the second trial is cut
 
     monkeypatch.setattr(peer_batches, "trains", cut)
     given = ["--tiny", "--device", "cpu", "--only", "gpt", "--largest-batch", "--limits", "1MiB", "--ways", "plain"]
     peers.main([*given, "--output", str(tmp_path)])
     written = tmp_path / "peers-tiny-cpu.json"
     (entry,) = (Batches(**values) for values in json.loads(written.read_text())["largest_batches"])
-    assert (entry.batch, entry.is_known) == (5, False)
-    assert "at least 5" in "".join(batch_lines([entry]))
-    monkeypatch.setattr(peer_batches, "trains", lambda *given: given[-1] <= 7)
+    assert (entry.batch, entry.is_known, entry.too_large) == (4, False, None)
+    assert "at least 4 |" in "".join(batch_lines([entry]))
+    cut_at(4)
     peers.main([*given, "--output", str(tmp_path), "--resume", str(written)])
     (entry,) = (Batches(**values) for values in json.loads(written.read_text())["largest_batches"])
-    assert (entry.batch, entry.is_known) == (7, True)
+    assert (entry.batch, entry.is_known, entry.too_large) == (6, False, 8)
+    assert "at least 6, not 8 |" in "".join(batch_lines([entry]))
+    cut_at(0)
+    peers.main([*given, "--output", str(tmp_path), "--resume", str(written)])
+    (entry,) = (Batches(**values) for values in json.loads(written.read_text())["largest_batches"])
+    assert (entry.batch, entry.is_known, tried) == (7, True, [7])
 
 
 def test_a_name_that_no_network_has_replaces_no_results(tmp_path):

@@ -114,8 +114,23 @@ def test_results_without_a_single_point_can_be_written(tmp_path):
 def test_a_memory_ratio_without_all_algorithms_is_run_anew():
     all_of_them = [point(name, alpha=0.5) for name in ALGORITHMS]
     some = [point(name, alpha=0.2) for name in ALGORITHMS[:3]]
-    other = [plain("m"), point("rotor", network="m")]
-    assert command.without_parts([plain(), *all_of_them, *some, *other]) == [plain(), *all_of_them]
+    other = [plain("m"), point("rotor", network="m", alpha=0.5)]
+    points = [plain(), *all_of_them, *some, *other]
+    assert command.without_parts(points, "n", [0.5, 0.2]) == [plain(), *all_of_them, *other]
+    assert command.without_parts(points, "m", [0.5]) == [plain(), *all_of_them, *some]
+    assert command.without_parts(points, "n", [0.75]) == points  # a part that will not be run anew is kept
+    assert command.without_parts(points, "m", [0.2]) == points
+
+
+def test_going_on_with_one_memory_ratio_keeps_a_part_of_another(tmp_path, monkeypatch, small):
+    answers = iter([True] * 3)
+    given = ["--tiny", "--device", "cpu", "--output", str(tmp_path)]
+    with monkeypatch.context() as cut:
+        cut.setattr(execution.Run, "allows", lambda run, seconds=0.0: next(answers, False))
+        command.main([*given, "--alphas", "0.5"])
+    command.main([*given, "--alphas", "0.2", "--resume", str(tmp_path / "pofo-executed-tiny-cpu.json")])
+    found = [(p["strategy"], p["alpha"]) for p in written(tmp_path)["points"] if p["alpha"]]
+    assert found == [("rotor", 0.5), *((name, 0.2) for name in command.ORDER)]
 
 
 @pytest.fixture(scope="module")
