@@ -120,15 +120,17 @@ def test_a_search_begins_where_another_limit_lets_expect_its_end(tmp_path, monke
 def test_a_search_that_is_cut_leaves_what_it_saw_and_is_gone_on_with(tmp_path, monkeypatch):
     tried = []
 
-    def cut(run, network, way, limit_bytes, batch_size):
-        tried.append(batch_size)
-        if len(tried) == len(answers):
-            raise harness.OutOfTimeError
-        return batch_size <= 7
+    def cut_at(trial):
+        def trains(run, network, way, limit_bytes, batch_size):
+            tried.append(batch_size)
+            if len(tried) == trial:
+                raise harness.OutOfTimeError
+            return batch_size <= 7
 
-    answers = [True, True]  # the second trial is cut
+        tried.clear()
+        monkeypatch.setattr(peer_batches, "trains", trains)
 
-    monkeypatch.setattr(peer_batches, "trains", cut)
+    cut_at(2)
     given = ["--tiny", "--device", "cpu", "--only", "gpt", "--largest-batch", "--limits", "1MiB", "--ways", "plain"]
     peers.main([*given, "--output", str(tmp_path)])
     written = tmp_path / "peers-tiny-cpu.json"
