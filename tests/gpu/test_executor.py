@@ -141,8 +141,8 @@ def test_host_memory_is_poisoned_when_it_is_free():
 
         def poison(*_):
             torch.cuda.synchronize()
-            for slab in tier._slabs:
-                for offset, size in slab.arena._free:
+            for slab in tier._slabs.made:
+                for offset, size in slab.arena.free_rooms():
                     slab.memory[offset : offset + size].fill_(255)  # NaN in every floating dtype
 
         handle = model.register_forward_pre_hook(poison)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -13,10 +14,16 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
-from lowtide.runtime.arena import Arena, rounded
+from lowtide.errors import ExecutionError
+from lowtide.runtime.arena import Arena, Pieces, rounded
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.cargo import Cargo
 from lowtide.runtime.file_tier import FileTier
+
+
+class SimplePiece:
+    def __init__(self, num_bytes: int) -> None:
+        self.arena = Arena(num_bytes)
 
 
 def test_room_is_never_given_twice_and_all_of_it_comes_back():
@@ -37,6 +44,33 @@ def test_room_is_never_given_twice_and_all_of_it_comes_back():
         arena.give_back(offset, num_bytes)
     assert arena.free_bytes == arena.capacity_bytes
     assert arena.take(arena.capacity_bytes) == 0
+
+
+def test_the_garbage_collector_may_give_room_back_while_some_is_taken():
+    arena = Arena(8 * 512)
+    offset = arena.take(512)
+    thread = threading.Thread(target=arena.give_back, args=(offset, 512), daemon=True)
+    with arena._lock:  # as while `take` looks for room, where the collector may run at any allocation
+        thread.start()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert arena.free_bytes == arena.capacity_bytes
+
+
+def test_pieces_are_made_as_they_are_needed_up_to_a_limit():
+    pieces = Pieces(SimplePiece, 4 * 512, 2 * 512, limit_bytes=7 * 512)
+    pieces.make_first()
+    assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512]
+    rooms = [pieces.take(3 * 512), pieces.take(512), pieces.take(512)]
+    assert [pieces.made.index(piece) for piece, _ in rooms] == [0, 0, 1]
+    assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512, 2 * 512]
+    rooms.append(pieces.take(512))
+    rooms.append(pieces.take(512))  # what the limit leaves is less than a piece has otherwise
+    assert pieces.capacity_bytes == 7 * 512
+    with pytest.raises(ExecutionError, match="no room for"):
+        pieces.take(512)
+    del rooms[0]
+    assert pieces.take(1024)[0] is pieces.made[0]
 
 
 def test_views_of_one_storage_move_once_and_come_back_as_they_were():
@@ -123,7 +157,7 @@ def test_files_are_reused_over_many_steps():
         capacity = tier.capacity_bytes
         train(model, batches(SHAPE, 8))
         assert tier.capacity_bytes == capacity
-        assert all(piece.arena.free_bytes == piece.arena.capacity_bytes for piece in tier._pieces)
+        assert all(piece.arena.free_bytes == piece.arena.capacity_bytes for piece in tier._pieces.made)
 
 
 def test_the_host_budget_is_a_limit():

@@ -9,25 +9,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import tempfile
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.arena import Arena, Room, rounded
+from lowtide.runtime.arena import Arena, Pieces, Room, rounded
 from lowtide.units import format_bytes
 
-# Pieces of file are made no smaller than this, so that small values do not each get their own.
 _SMALLEST_PIECE_BYTES = 16 * 2**20
 
 
 class _Piece:
     """One mapped file without a name: it is gone when the process is."""
 
-    def __init__(self, num_bytes: int, folder: str | None) -> None:
+    def __init__(self, folder: str | None, num_bytes: int) -> None:
         self.arena = Arena(num_bytes)
         try:
             with tempfile.TemporaryFile(dir=folder, prefix="lowtide-") as file:
@@ -84,22 +83,19 @@ class FileTier:
     smallest_bytes = 1
 
     def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
-        self._wanted_bytes = capacity_bytes
-        self._limit_bytes = limit_bytes
-        self._folder = folder
-        self._pieces: list[_Piece] = []
+        self._pieces = Pieces(partial(_Piece, folder), capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-to-file")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-from-file")
-        self._lock = threading.Lock()
 
     @property
     def capacity_bytes(self) -> int:
         """The bytes of all files made so far."""
-        return sum(piece.arena.capacity_bytes for piece in self._pieces)
+        return self._pieces.capacity_bytes
 
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
         """Queue a copy of storages to the file."""
-        region = self._take([storage.nbytes() for storage in storages])
+        sizes = [storage.nbytes() for storage in storages]
+        region = _Region(*self._pieces.take(sum(map(rounded, sizes))), sizes)
         region.stored = self._writer.submit(_write, region, storages)
         return region, _Ticket(region.stored)
 
@@ -112,32 +108,6 @@ class FileTier:
         """End the threads; what is stored stays readable no longer."""
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
-
-    def _take(self, sizes: Sequence[int]) -> _Region:
-        num_bytes = sum(map(rounded, sizes))
-        with self._lock:
-            for piece in self._pieces:
-                offset = piece.arena.take(num_bytes)
-                if offset is not None:
-                    return _Region(piece, Room(piece.arena, offset, num_bytes), sizes)
-            piece = self._add_piece(num_bytes)
-            offset = piece.arena.take(num_bytes)
-            assert offset is not None
-            return _Region(piece, Room(piece.arena, offset, num_bytes), sizes)
-
-    def _add_piece(self, num_bytes: int) -> _Piece:
-        wanted = max(num_bytes, self._wanted_bytes, _SMALLEST_PIECE_BYTES)
-        if self._limit_bytes is not None:
-            left = self._limit_bytes - self.capacity_bytes
-            if left < num_bytes:
-                raise ExecutionError(
-                    f"host_memory_budget {format_bytes(self._limit_bytes)} has no room for {format_bytes(num_bytes)} "
-                    "more; raise it, or fit again for these shapes"
-                )
-            wanted = min(wanted, left)
-        self._wanted_bytes = 0
-        self._pieces.append(_Piece(wanted, self._folder))
-        return self._pieces[-1]
 
 
 def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:

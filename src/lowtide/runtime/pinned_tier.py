@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ExecutionError, LowtideWarning
-from lowtide.runtime.arena import Arena, Room, rounded
+from lowtide.runtime.arena import Arena, Pieces, Room, rounded
 from lowtide.units import format_bytes
 
 # More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
@@ -81,9 +81,7 @@ class PinnedTier:
 
     def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:
         self._device = device
-        self._wanted_bytes = capacity_bytes
-        self._limit_bytes = limit_bytes
-        self._slabs: list[_Slab] = []
+        self._slabs = Pieces(_Slab, capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
         # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
@@ -92,16 +90,16 @@ class PinnedTier:
     @property
     def capacity_bytes(self) -> int:
         """All pinned memory taken so far."""
-        return sum(slab.arena.capacity_bytes for slab in self._slabs)
+        return self._slabs.capacity_bytes
 
     def reserve(self) -> None:
         """Take the planned memory now rather than at the first copy."""
-        if not self._slabs and self._wanted_bytes:
-            self._add_slab(0)
+        self._slabs.make_first()
 
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
         """Queue copies of storages down."""
-        region = self._take([storage.nbytes() for storage in storages])
+        sizes = [storage.nbytes() for storage in storages]
+        region = _Region(*self._slabs.take(sum(map(rounded, sizes))), sizes)
         self.to_host.wait_stream(torch.cuda.current_stream(self._device))
         if self._last_load is not None:
             self.to_host.wait_event(self._last_load)
@@ -127,31 +125,6 @@ class PinnedTier:
         """Wait for copies under way; the memory goes when nothing refers to it any more."""
         self.to_host.synchronize()
         self.to_device.synchronize()
-
-    def _take(self, sizes: Sequence[int]) -> _Region:
-        num_bytes = sum(map(rounded, sizes))
-        for slab in self._slabs:
-            offset = slab.arena.take(num_bytes)
-            if offset is not None:
-                return _Region(slab, Room(slab.arena, offset, num_bytes), sizes)
-        slab = self._add_slab(num_bytes)
-        offset = slab.arena.take(num_bytes)
-        assert offset is not None
-        return _Region(slab, Room(slab.arena, offset, num_bytes), sizes)
-
-    def _add_slab(self, num_bytes: int) -> _Slab:
-        wanted = max(num_bytes, self._wanted_bytes or _SMALLEST_PIECE_BYTES)
-        if self._limit_bytes is not None:
-            left = self._limit_bytes - self.capacity_bytes
-            if left < num_bytes:
-                raise ExecutionError(
-                    f"host_memory_budget {format_bytes(self._limit_bytes)} has no room for {format_bytes(num_bytes)} "
-                    "more; raise it, or fit again for these shapes"
-                )
-            wanted = min(wanted, left)
-        self._wanted_bytes = 0
-        self._slabs.append(_Slab(wanted))
-        return self._slabs[-1]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
