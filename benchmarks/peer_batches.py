@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from benchmarks import harness
 from benchmarks.peer_networks import Network, layers_of
+from benchmarks.peer_run import CUT, Batches, Run
 from benchmarks.peer_ways import Call, as_it_is, each_layer, in_segments, saved_on_cpu
 from benchmarks.refusing import refuse_unless_chosen
 from torch import nn
@@ -20,9 +19,6 @@ import lowtide
 from lowtide.runtime import measure_time
 from lowtide.runtime.meter import Meter
 from lowtide.units import parse_bytes
-
-if TYPE_CHECKING:
-    from benchmarks.peers import Run
 
 # The allocator cannot use every byte of a limit: blocks of different sizes leave gaps. A budget counts what is
 # allocated, so that this much of the limit is left for the gaps; it is what `fit` leaves by default on a free device.
@@ -38,27 +34,6 @@ NUM_STEPS = 2
 BRIEF_TIMING = {"_FEWEST_RUNS": 2, "_MOST_RUNS": 2, "_BUSY_SECONDS": 0.0, "_FEWEST_BUSY_RUNS": 2, "_NUM_LAUNCHES": 2}
 
 SLOWEST_WAY = "save_on_cpu"  # it allocates pinned memory, some seconds each time
-
-CUT = "the search was cut"
-
-
-@dataclass
-class Batches:
-    """The largest batch of one way within one limit."""
-
-    network: str
-    way: str
-    limit: str
-    batch: int | None
-    """The largest that was seen to train; 0: not even one; None: not known."""
-    note: str = ""
-    too_large: int | None = None
-    """The least that was seen not to train; None: none was, or it is not stored."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the search for it came to its end."""
-        return self.note != CUT
 
 
 class Search:
@@ -277,29 +252,3 @@ def look_for(run: Run, network: Network, way: Way, entry: Batches, start: int) -
         run.save()
         print(f"{run.clock.elapsed_seconds:6.0f} s  {label}: the largest is {entry.batch} {entry.note}", flush=True)
     return entry.batch or 0
-
-
-def batch_lines(entries: Sequence[Batches]) -> list[str]:
-    """The second table: a row a way, a column a limit, for each network."""
-    lines: list[str] = []
-    for network in dict.fromkeys(entry.network for entry in entries):
-        own = {(entry.way, entry.limit): entry for entry in entries if entry.network == network}
-        limits = list(dict.fromkeys(limit for _, limit in own))
-        ways = list(dict.fromkeys(way for way, _ in own))
-
-        def cell(way: str, limit: str, own: dict[tuple[str, str], Batches] = own) -> str:
-            entry = own.get((way, limit))
-            if entry is None or entry.batch is None:
-                return "–" if entry is None or not entry.is_known else entry.note
-            if not entry.is_known:
-                return f"at least {entry.batch}" + (f", not {entry.too_large}" if entry.too_large else "")
-            return str(entry.batch) if entry.batch else "none"
-
-        rows = [[way, *(cell(way, limit) for limit in limits)] for way in ways]
-        lines += [f"## Largest batch: {_without_batch(network)}", "", *harness.table(["way", *limits], rows), ""]
-    return lines
-
-
-def _without_batch(title: str) -> str:
-    """A network's title without the batch that its other table is of."""
-    return re.sub(r", batch \d+(?! x)", "", re.sub(r"batch \d+ x ", "", title))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from lowtide.runtime.split import Split
 from lowtide.runtime.staged import Layout
 from lowtide.runtime.variants import StageVariants
 
-if TYPE_CHECKING:
-    from lowtide.runtime.executor import Step
-
 
 class Counters:
     """What has happened since the plan was attached."""
@@ -35,6 +32,13 @@ class Counters:
         self.num_steps = 0
         self.num_recomputed = 0
         self.moved_bytes = 0
+
+
+class Drawing(Protocol):
+    """A step whose forward may draw random numbers."""
+
+    draws_unnoticed: bool
+    """From Python's or numpy's generator, and no step before has."""
 
 
 class Machine:
@@ -220,7 +224,7 @@ class Machine:
         return before
 
     @contextmanager
-    def noticing_draws(self, step: Step) -> Iterator[None]:
+    def noticing_draws(self, step: Drawing) -> Iterator[None]:
         """Run a forward, and notice where it draws from Python's or numpy's generator while nobody looks at them.
 
         In the first forward each stage is looked at: what is seen then is that a stage draws that never runs again.
