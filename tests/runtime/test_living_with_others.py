@@ -17,7 +17,7 @@ from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
 import lowtide
-from lowtide import Backward, ExecutionError, Forward, Offload, Prefetch, Release, Schedule
+from lowtide import Backward, CaptureError, ExecutionError, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.runtime.split import Split, StageSplit, Unit
 
 N = len(models.stages_of_every_kind())
@@ -148,6 +148,21 @@ def test_two_models_that_share_modules_detach_in_any_order(first):
     assert_equal(one_step((one, other)[1 - first], x), one_step(twin, x))
     plans[1 - first].detach()
     assert not any("_compiled_call_impl" in vars(module) for module in (*one.modules(), *other.modules()))
+
+
+def test_a_part_of_a_model_with_a_plan_cannot_run_under_its_own():
+    model, twin, x = nn.Sequential(models.stages_of_every_kind()), models.stages_of_every_kind(), batches(SHAPE, 1)[0]
+    settings = {"memory_budget": "1GiB", "bandwidth": 0}
+    outer = lowtide.fit(model, x, stages=["0.*"], **settings)
+    inner = lowtide.fit(model[0], x, **settings)
+    with pytest.raises(ExecutionError, match=r"has a plan of its own.*detach one of the two"):
+        one_step(model, x)
+    assert_equal(one_step(model[0], x), one_step(twin, x))  # by itself it can
+    with pytest.raises(CaptureError, match=r"submodule '0' has a plan of its own"):
+        lowtide.fit(model, x, **settings)
+    inner.detach()
+    assert_equal({name.removeprefix("0."): value for name, value in one_step(model, x).items()}, one_step(twin, x))
+    outer.detach()
 
 
 def test_attaching_twice_replaces_the_plan():

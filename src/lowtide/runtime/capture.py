@@ -28,6 +28,7 @@ from lowtide.runtime.capture_cuts import (
 )
 from lowtide.runtime.capture_units import settle
 from lowtide.runtime.capture_watch import NEVER, Call, Observation, watch
+from lowtide.runtime.interception import planned_part_of
 from lowtide.runtime.preserve import preserved
 from lowtide.runtime.sample import Sample, without_cache
 from lowtide.runtime.split import Split, StageSplit, Unit
@@ -105,6 +106,12 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     if empty is not None:
         raise CaptureError(
             f"parameter {empty!r} is on the meta device and has no data; load or initialise the model first"
+        )
+    planned = planned_part_of(model)
+    if planned is not None:
+        raise CaptureError(
+            f"submodule {planned!r} has a plan of its own, and a plan is for a model as a whole; detach that one first "
+            "(plan.detach())"
         )
     if loss is not None and not callable(loss):
         raise CaptureError(f"loss is {shown(loss)}, expected a function of the model's result")

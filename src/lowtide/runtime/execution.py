@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
+from lowtide.errors import ExecutionError
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.coarse import Coarse, coarsened
 from lowtide.runtime.compiled_loss import functions_of
@@ -93,7 +94,16 @@ class Execution:
         *,
         with_variants: bool = True,
     ) -> Any:
-        """Call the model under the schedule; without variants, all stages run as variant 0."""
+        """Call the model under the schedule; without variants, all stages run as variant 0.
+
+        Raises:
+            ExecutionError: within a step of another plan, whose model this one is a part of.
+        """
+        if self._interception.is_within_another:
+            raise ExecutionError(
+                "a submodule of a model under a plan has a plan of its own, and only one of them can decide what is "
+                "kept; detach one of the two (plan.detach())"
+            )
         machine, current = self.machine, self._interception.current
         with machine.alone():
             machine.refresh()

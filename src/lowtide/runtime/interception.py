@@ -134,6 +134,12 @@ class Interception:
         ]
         self._whole = UnitSite(model, "", positions[""], self.current) if "" in positions else None
         self._sites.append(ModelSite(model, handler))
+        self._others = [site.previous.current for site in self._sites if isinstance(site.previous, UnitSite)]
+
+    @property
+    def is_within_another(self) -> bool:
+        """Whether this thread is inside a step of a plan that watches some of the same modules."""
+        return any(current.session is not None for current in self._others)
 
     def whole_or(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """How the session calls the model: as a unit where the model as a whole is one, else plainly."""
@@ -153,6 +159,12 @@ class Interception:
 def attached_site(model: nn.Module) -> Any:
     """Whatever stands between a model and its callers, where anything does."""
     return model.__dict__.get(_ATTRIBUTE)
+
+
+def planned_part_of(model: nn.Module) -> str | None:
+    """The path of a submodule that has a plan of its own."""
+    parts = ((path, module) for path, module in model.named_modules() if module is not model)
+    return next((path for path, module in parts if isinstance(attached_site(module), ModelSite)), None)
 
 
 def is_compiled(module: nn.Module) -> bool:
