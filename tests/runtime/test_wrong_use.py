@@ -47,6 +47,15 @@ def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
 
 
 @both
+@pytest.mark.parametrize(
+    ("sample", "name"), [((iter([torch.zeros(2, WIDTH)]),), "0"), ({"parts": zip([1], [2], strict=True)}, "'parts'")]
+)
+def test_an_argument_that_can_be_read_once(call, sample, name):
+    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*give a list"):
+        call(chain_of_blocks(), sample)
+
+
+@both
 def test_a_loss_of_two_arguments(call):
     with pytest.raises(lowtide.CaptureError, match=r"^loss= .*TypeError.*'target'.*loss=lambda result:") as caught:
         call(chain_of_blocks(), torch.zeros(2, WIDTH), loss=nn.CrossEntropyLoss())

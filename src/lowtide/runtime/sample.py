@@ -33,13 +33,18 @@ class Sample:
             return value
         if isinstance(value, torch.Tensor):
             return cls((value,))
-        if isinstance(value, Mapping):
-            return cls((), dict(value))
-        if isinstance(value, tuple | list):
-            return cls(tuple(value))
-        raise CaptureError(
-            f"the sample is {shown(value)}; give a tensor, a tuple of positional or a dict of keyword arguments"
-        )
+        if not isinstance(value, Mapping | tuple | list):
+            raise CaptureError(
+                f"the sample is {shown(value)}; give a tensor, a tuple of positional or a dict of keyword arguments"
+            )
+        sample = cls((), dict(value)) if isinstance(value, Mapping) else cls(tuple(value))
+        for name, argument in (*enumerate(sample.args), *sample.kwargs.items()):
+            if isinstance(argument, Iterator):
+                raise CaptureError(
+                    f"argument {name!r} of the sample is an iterator ({type(argument).__name__}), which can be read "
+                    "once, and the model runs several times; give a list"
+                )
+        return sample
 
     def with_keywords(self, keywords: Mapping[str, Any]) -> Sample:
         """The same call with further keyword arguments; what the caller gave wins."""
