@@ -125,3 +125,20 @@ def test_a_path_or_a_model_where_a_chain_is_expected():
     with pytest.raises(ScheduleError, match=r"not 'schedule\.json'; Schedule\.load reads a file"):
         simulate(CHAIN, "schedule.json")
     assert shown(type("Model", (), {"__repr__": lambda self: "Model(\n  (0): Linear\n)"})()) == "Model( (0): Linear )"
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (10**5000, "a number of thousands of digits"),
+        ([10**5000], "an object of list"),
+        (Unprintable(), "an object of Unprintable"),
+    ],
+)
+def test_what_cannot_be_printed_is_named(value, text):
+    assert shown(value) == text
