@@ -132,13 +132,7 @@ class Unprintable:
         raise RuntimeError("gone")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (10**5000, "a number of thousands of digits"),
-        ([10**5000], "an object of list"),
-        (Unprintable(), "an object of Unprintable"),
-    ],
-)
-def test_what_cannot_be_printed_is_named(value, text):
-    assert shown(value) == text
+def test_what_cannot_be_printed_is_named():
+    assert shown(10**5000) == "a number of thousands of digits"
+    assert shown([10**5000]) == "an object of list"
+    assert shown(Unprintable()) == "an object of Unprintable"
