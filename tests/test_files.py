@@ -134,5 +134,4 @@ class Unprintable:
 
 def test_what_cannot_be_printed_is_named():
     assert shown(10**5000) == "a number of thousands of digits"
-    assert shown([10**5000]) == "an object of list"
     assert shown(Unprintable()) == "an object of Unprintable"

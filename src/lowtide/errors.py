@@ -74,8 +74,11 @@ def shown(value: object) -> str:
     """A value as an error message shows it: short, on one line."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # Python prints no number of more than some thousand digits; others have code of their own
-        text = "a number of thousands of digits" if isinstance(value, int) else f"an object of {type(value).__name__}"
+    except Exception as error:
+        has_digits = isinstance(error, ValueError) and "digits" in str(
+            error
+        )  # Python prints no more than some thousand
+        text = "a number of thousands of digits" if has_digits else f"an object of {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
