@@ -111,6 +111,7 @@ def test_the_solution_says_what_the_simulator_says() -> None:
     ("settings", "error", "says"),
     [
         ({"memory_budget": 100, "strategy": "rotr"}, StrategyError, "did you mean 'rotor'"),
+        ({"memory_budget": 100, "strategy": "ROTOR"}, StrategyError, "did you mean 'rotor'"),
         ({"memory_budget": 100, "strategy": None}, StrategyError, "strategy is None, expected a name"),
         ({"memory_budget": 100, "strategy": ["rotor"]}, StrategyError, r"strategy is \['rotor'\], expected a name"),
         ({"memory_budget": 10**5000}, UnitError, "thousands of digits"),
