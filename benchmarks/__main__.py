@@ -11,7 +11,7 @@ NAMES = ("startup", "selection", "solvers", "pofo", "weights")
 
 
 def main() -> int:
-    parser = Parser(__doc__, prog="python -m benchmarks")
+    parser = Parser(__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"only these: {', '.join(NAMES)}")
     chosen = parser.parse_args().names or NAMES
     for name in chosen:

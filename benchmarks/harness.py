@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.refusing import earlier_results, refuse, seconds_above_0, usable_folder
+from benchmarks.refusing import command_name, earlier_results, refuse, seconds_above_0, usable_folder
 from torch import nn
 
 import lowtide
@@ -189,15 +189,13 @@ _OPTIONS_WITH_PATHS = ("--output", "--resume", "--draw")
 
 def _shown_command() -> list[str]:
     """The command as it was typed, without folders of this machine."""
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    name = "" if module is None or module.name is None else module.name.removesuffix(".__main__")
     kept: list[str] = []
     for argument in sys.argv[1:]:
         if kept and kept[-1] in _OPTIONS_WITH_PATHS:
             kept.pop()
         else:
             kept.append(argument)
-    return [name, *kept]
+    return [command_name(), *kept]
 
 
 def version_of(package: str) -> str | None:

@@ -171,8 +171,8 @@ def main() -> None:
             skipped.append(title)
             continue
         try:
-            used = shrunk(setting) if arguments.tiny else setting
-            line = compared(title, used, arguments.device, arguments.output)
+            used, named = (shrunk(setting), f"{title}-tiny") if arguments.tiny else (setting, title)
+            line = compared(named, used, arguments.device, arguments.output)
         except Exception as error:  # one network must not take the others with it
             print(f"{title:30} {type(error).__name__}: {str(error)[:200]}", flush=True)
             continue

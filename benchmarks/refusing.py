@@ -22,16 +22,25 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def command_name() -> str:
+    """The module that Python was told to run; none where it was told to run something else."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return "" if module is None or module.name is None else module.name.removesuffix(".__main__")
+
+
 class Parser(argparse.ArgumentParser):
     """The options of a command; its description is shown as it is written, and a wrong option is one line.
 
     Args:
         description: what `--help` shows first.
-        prog: the command's name there.
     """
 
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            prog=f"python -m {command_name()}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong; argparse would show how all options are used first."""

@@ -13,6 +13,7 @@ import pytest
 import lowtide
 
 DOCS = Path(__file__).parent.parent / "docs"
+SOURCE = Path(lowtide.__file__).parent
 
 
 def test_the_schedule_in_the_formats_page_costs_what_it_says() -> None:
@@ -23,24 +24,15 @@ def test_the_schedule_in_the_formats_page_costs_what_it_says() -> None:
     assert trace.seconds == pytest.approx(schedule["predicted"]["seconds"])
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "units",
-        "chain",
-        "schedule",
-        "simulate",
-        "solve",
-        "compare",
-        "select",
-        "strategies.selection",
-        "strategies.dynamic_selection",
-        "runtime.capture",
-        "runtime.measure",
-        "runtime.meter",
-        "runtime.sample",
-    ],
-)
+# Every module with an example in a docstring that is run.
+WITH_EXAMPLES = [
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    for path in sorted(SOURCE.rglob("*.py"))
+    if re.search(r"^ *>>> (?!.*# doctest: \+SKIP)", path.read_text(encoding="utf-8"), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
 def test_docstring_examples(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"lowtide.{module}"))
     assert results.attempted > 0

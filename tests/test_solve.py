@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy
 import pytest
 from tests.chains import long_chain, random_chain, random_chains
 
@@ -12,9 +13,12 @@ from lowtide import (
     InfeasibleBudgetError,
     LowtideError,
     Schedule,
+    ScheduleError,
     Stage,
     StrategyError,
     UnitError,
+    compare,
+    frontier,
     simulate,
     solve,
 )
@@ -107,15 +111,39 @@ def test_the_solution_says_what_the_simulator_says() -> None:
     assert solve(CHAIN.to_dict(), memory_budget=100, strategy="rotor").schedule == solution.schedule
 
 
+def test_what_is_printed_is_short() -> None:
+    trace = solve(CHAIN, memory_budget=100, strategy="rotor").trace
+    assert str(trace) == f"{len(trace.steps)} operations, 11.00 s a step, peak 80 B"
+    assert str(frontier(CHAIN)) == "three, 3 stages: 4 schedules, from 70 B (12.00 s a step) to 140 B (9.00 s a step)"
+    assert str(compare(CHAIN, memory_budgets=[50, 140])).splitlines() == [
+        "three, 3 stages; store-all: 9.00 s a step, 140 B",
+        "within 50 B: nothing fits",
+        "within 140 B: store-all, 9.00 s a step",
+    ]
+
+
+def test_counts_may_be_whole_numbers_of_numpy() -> None:
+    segments = solve(CHAIN, memory_budget=200, strategy="segments", segments=numpy.int64(2))
+    assert segments.schedule == solve(CHAIN, memory_budget=200, strategy="segments", segments=2).schedule
+    assert solve(CHAIN, memory_budget=100, strategy="rotor", slots=numpy.int32(50)).peak_bytes == 80
+
+
+def test_a_solution_in_the_place_of_its_schedule_is_told() -> None:
+    with pytest.raises(ScheduleError, match=r"give its \.schedule$"):
+        simulate(CHAIN, solve(CHAIN, memory_budget=200))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
         ({"memory_budget": 100, "strategy": "rotr"}, StrategyError, "did you mean 'rotor'"),
+        ({"memory_budget": 100, "strategy": "ROTOR"}, StrategyError, "did you mean 'rotor'"),
         ({"memory_budget": 100, "strategy": None}, StrategyError, "strategy is None, expected a name"),
         ({"memory_budget": 100, "strategy": ["rotor"]}, StrategyError, r"strategy is \['rotor'\], expected a name"),
         ({"memory_budget": 10**5000}, UnitError, "thousands of digits"),
         ({"memory_budget": 100, "slots": 0}, StrategyError, "slots is 0"),
         ({"memory_budget": 100, "slots": 2.5}, StrategyError, "slots is 2.5"),
+        ({"memory_budget": 100, "slots": -(10**5000)}, StrategyError, "slots is .*thousands of digits"),
         ({"memory_budget": 100, "segments": True, "strategy": "segments"}, StrategyError, "segments is True"),
         ({"memory_budget": 100, "segments": 2, "strategy": "chen"}, StrategyError, "no setting 'segments'"),
         ({"memory_budget": 1.5e9}, UnitError, "1500000000.0"),

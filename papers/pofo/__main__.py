@@ -5,9 +5,9 @@
 
 Without files: the chains of the paper's networks (batch of 16, 500 px) that were measured on an H200. A setting is a
 ratio of link to compute; the default is the paper's. `--bandwidth` and `--time-scale` make another one. Chains of more
-than `--coarse-above` stages get fewer points. `--quick` takes seconds, with few points and few slots. Its results, and
-those of chains that are named, go to a folder of their own without `--output`; `--keep` puts the named chains among the
-stored results, whose other networks stay.
+than `--coarse-above` stages get fewer points. `--quick`, with few points and few slots, takes seconds for a chain of up
+to 50 stages and about a minute for one of 190. Its results, and those of chains that are named, go to a folder of their
+own without `--output`; `--keep` puts the named chains among the stored results, whose other networks stay.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(__doc__, prog="python -m papers.pofo")
+    parser = Parser(__doc__)
     parser.add_argument("chains", nargs="*", type=Path, metavar="CHAIN.json")
     parser.add_argument("--setting", choices=SETTINGS, default="v100")
     parser.add_argument("--bandwidth", help="of figure 2; figure 3 goes from there to three times as much")

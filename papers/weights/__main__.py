@@ -110,7 +110,7 @@ def draw_figure_4(plt: Any, results: list[dict[str, Any]]) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run everything and write the results."""
-    parser = Parser(__doc__, prog="python -m papers.weights")
+    parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, help="a folder for the results (default: beside this command)")
     parser.add_argument("--tiny", action="store_true", help="one row of each, to see that it works")
     arguments = parser.parse_args(given)

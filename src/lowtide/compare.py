@@ -11,7 +11,7 @@ from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.solve import Progress, applicable, solve
 from lowtide.strategies.base import AUTO, Entry, find
-from lowtide.units import parse_bandwidth, parse_bytes
+from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 
 # From the least feasible budget to that of plain training, both included: as many as a table on a terminal shows.
 DEFAULT_NUM_BUDGETS = 5
@@ -66,6 +66,15 @@ class Comparison:
     store_all_seconds: float
     store_all_bytes: int
     budgets: tuple[BudgetComparison, ...]
+
+    def __str__(self) -> str:
+        plain = f"store-all: {format_seconds(self.store_all_seconds)} a step, {format_bytes(self.store_all_bytes)}"
+        lines = [f"{self.chain.name}, {self.chain.num_stages} stages; {plain}"]
+        for budget in self.budgets:
+            best = budget.best
+            found = "nothing fits" if best is None else f"{best.strategy}, {format_seconds(best.seconds or 0.0)} a step"
+            lines.append(f"within {format_bytes(budget.memory_budget)}: {found}")
+        return "\n".join(lines)
 
 
 def compare(

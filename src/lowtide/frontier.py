@@ -16,7 +16,7 @@ from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
 from lowtide.strategies.compiling import announce_compilation
-from lowtide.units import format_bytes, parse_bytes
+from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from lowtide.strategies.nested_table import Table
@@ -49,6 +49,15 @@ class Frontier:
     memory_budget: int
     points: tuple[FrontierPoint, ...]
     _table: Table = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        least, last = (
+            f"{format_bytes(point.memory_bytes)} ({format_seconds(point.seconds)} a step)"
+            for point in (self.points[0], self.points[-1])
+        )
+        return (
+            f"{self.chain.name}, {self.chain.num_stages} stages: {len(self.points)} schedules, from {least} to {last}"
+        )
 
     @property
     def minimum_bytes(self) -> int:

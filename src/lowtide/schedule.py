@@ -198,6 +198,8 @@ class Schedule:
         """
         if not isinstance(values, Mapping):
             hint = "; Schedule.load reads a file" if isinstance(values, str | os.PathLike) else ""
+            if isinstance(getattr(values, "schedule", None), Schedule):  # a solution
+                hint = "; give its .schedule"
             raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from lowtide.chain import Chain, as_chain
-from lowtide.errors import InfeasibleBudgetError, StrategyError
+from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
 from lowtide.strategies.base import AUTO, REGISTRY, Answer, Entry, Problem, find
@@ -287,6 +288,8 @@ def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> InfeasibleBu
 
 
 def _checked_count(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise StrategyError(f"{name} is {value!r}, expected a whole number from 1 up")
-    return value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise StrategyError(f"{name} is {shown(value)}, expected a whole number from 1 up")
+    return int(value)  # numpy's whole numbers, too

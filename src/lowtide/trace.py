@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lowtide.schedule import Backward, Forward, Operation, Value
+from lowtide.units import format_bytes, format_seconds
 
 # What the stored bytes consist of, in the order of `Step.stored_by_category`. "in flight" are values between an offload
 # and their release, or between a prefetch and their first use; "recomputed" is abar made by a repeated forward.
@@ -69,6 +70,11 @@ class Trace:
     copies: tuple[Copy, ...]
     start_by_category: tuple[int, ...] = ()
     """What is stored before the first operation, in the order of `CATEGORIES`."""
+
+    def __str__(self) -> str:
+        idle = f" ({format_seconds(self.idle_seconds)} idle)" if self.idle_seconds else ""
+        took = f"{format_seconds(self.seconds)} a step{idle}"
+        return f"{len(self.steps)} operations, {took}, peak {format_bytes(self.peak_bytes)}"
 
     @property
     def compute_seconds(self) -> float:

@@ -1,10 +1,11 @@
 """What all measuring commands share."""
 
 import importlib
+import runpy
 
 import pytest
 import torch
-from benchmarks import harness
+from benchmarks import harness, measuring
 from papers.selection import __main__ as selection
 
 COMMANDS = {
@@ -56,3 +57,25 @@ def test_a_picture_is_named_where_there_is_one(tmp_path):
     assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json, .md and .png"
     harness.write_results(tmp_path, stem, {}, [], lambda plt: None)
     assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json and .md"
+
+
+@pytest.mark.parametrize("command", ["benchmarks.solvers", "papers.weights"])
+def test_help_shows_how_a_command_is_called(command, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [command, "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module(command, run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out.startswith(f"usage: python -m {command} ")
+
+
+def test_small_networks_do_not_bear_the_names_of_the_large_ones(tmp_path, monkeypatch):
+    def compared(title, setting, device, folder):
+        assert (title, setting["batch"]) == ("vgg19-b128-224-tiny", 2)
+        return {"network": title}
+
+    monkeypatch.setattr(measuring, "compared", compared)
+    monkeypatch.setattr(measuring, "shown", str)
+    monkeypatch.setattr(
+        "sys.argv", ["measuring", "--tiny", "--device", "cpu", "--only", "vgg19", "--output", str(tmp_path)]
+    )
+    measuring.main()
+    assert (tmp_path / "measuring-results.json").exists()

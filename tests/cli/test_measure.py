@@ -94,9 +94,32 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("def make(:", "SyntaxError: invalid syntax"),
+        ("from torch import not_there_at_all", "ImportError: cannot import name 'not_there_at_all'"),
+        ("import torch\ntorch.not_there_at_all", "failed with AttributeError"),
+        ("import sys\nsys.exit('usage: train.py DATA')", "SystemExit: usage: train.py DATA"),
+        ("import sys\ndef make():\n    sys.exit(0)", "make() failed with SystemExit: 0"),
+    ],
+)
+def test_what_is_wrong_in_the_module_of_the_user_is_no_defect_of_lowtide(source, reason, tmp_path, monkeypatch, capsys):
+    module = f"ill_{abs(hash(source))}"  # one that no other case has imported
+    (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    assert main(["measure", f"{module}:make"]) == 2
+    printed = capsys.readouterr().err
+    assert reason in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["resnet17"], "resnet18"),
+        (["GPT2"], "did you mean 'gpt2'?"),
+        ([":make"], "':make' names no module; write module:function"),
+        (["package.training:"], "'package.training:' names no function; write module:function"),
         (["resnet18", "--length", "4", "--device", "cpu"], "length"),
         (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
         (["resnet18", "--device", "nowhere"], "nowhere"),

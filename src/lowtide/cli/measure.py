@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -155,23 +156,34 @@ def _from_function(target: str) -> tuple[nn.Module, Any]:
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").replace("/", ".")
         raise CaptureError(f"{target}: a module is named without .py and with dots; write {dotted}:{function_name}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        raise CaptureError(f"{target}: {error}; it is looked for in the current folder too") from None
-    except AttributeError:
-        raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}") from None
+    if not module_name or not function_name:
+        raise CaptureError(f"{target!r} names no {'function' if module_name else 'module'}; write module:function")
+    module = _imported(target, module_name)
+    if not hasattr(module, function_name):
+        raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}")
+    function = getattr(module, function_name)
     if not callable(function):
         raise CaptureError(f"{target} is {shown(function)}, expected a function that returns (model, sample)")
     try:
         made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{target}() failed with {_described(error)}; it is called without arguments") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise CaptureError(f"{target}() returned {type(made).__name__}, expected a tuple (model, sample)")
     return made
+
+
+def _imported(target: str, module_name: str) -> ModuleType:
+    """The user's module. What goes wrong in it is not a defect of lowtide; a script may even end the process."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise CaptureError(f"{target}: {error}; it is looked for in the current folder too") from None
+    except (Exception, SystemExit) as error:
+        failed = f"importing {module_name!r} failed with {_described(error)}"
+        raise CaptureError(f"{target}: {failed}; mend that, or take the function to a module of its own") from error
 
 
 def _check_device(target: str, model: Any, wanted: str | None) -> None:

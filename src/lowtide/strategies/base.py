@@ -230,6 +230,6 @@ def find(name: str) -> Entry:
     if name in REGISTRY:
         return REGISTRY[name]
     names = [*REGISTRY, AUTO]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
     raise StrategyError(f"there is no strategy {name!r}; {hint}")

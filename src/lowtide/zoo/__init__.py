@@ -85,7 +85,7 @@ def find(name: str) -> Entry:
     """The entry of a network; a wrong name suggests the nearest."""
     if name in ENTRIES:
         return ENTRIES[name]
-    near = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower(), ENTRIES, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ENTRIES)}"
     raise ZooError(f"the zoo has no network {name!r}; {hint}")
 
