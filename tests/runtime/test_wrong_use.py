@@ -98,6 +98,49 @@ def test_what_is_no_model_is_not_measured():
         lowtide.measure(nn.Tanh, torch.zeros(2, WIDTH))
 
 
+def test_what_is_no_model_gets_no_plan(tmp_path):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        plan.save(tmp_path / "plan.json")
+    for call in (lambda: lowtide.load_plan(tmp_path / "plan.json", 3), lambda: lowtide.attach(3, plan.schedule)):
+        with pytest.raises(lowtide.PlanError, match=r"model is 3, expected an nn\.Module"):
+            call()
+
+
+def test_a_report_of_progress_that_cannot_be_called():
+    with pytest.raises(lowtide.PlanError, match="progress is 3, expected a function"):
+        fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)
+
+
+def test_a_saved_plan_says_who_plans_for_other_shapes(tmp_path):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        plan.save(tmp_path / "plan.json")
+    loaded = lowtide.load_plan(tmp_path / "plan.json", model)
+    with pytest.raises(lowtide.PlanError, match=r"\[3, 8\].*lowtide\.fit plans for these shapes"):
+        model(torch.zeros(3, WIDTH))
+    loaded.detach()
+
+
+class Differentiating(nn.Module):
+    """Its forward computes the derivative of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain_of_blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.blocks(x).sum(), x, create_graph=True)
+        return slope
+
+
+@both
+def test_a_forward_that_computes_gradients_says_where_to_compute_them(call):
+    with pytest.raises(lowtide.CaptureError, match="computes gradients of its own; fit the network that is diff"):
+        call(Differentiating(), torch.zeros(2, WIDTH))
+
+
 @pytest.mark.parametrize("call", [lambda *given: lowtide.fit(*given, memory_budget="1GiB"), lowtide.measure])
 def test_a_model_without_data(call):
     with pytest.raises(lowtide.CaptureError, match=r"parameter '0\.0\.weight' is on the meta device.*load"):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
-from lowtide.errors import PlanError, ScheduleError
+from lowtide.errors import PlanError, ScheduleError, shown
 from lowtide.runtime.cargo import Tier
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.file_tier import FileTier
@@ -57,6 +57,7 @@ def attach(
         >>> plan.stats().recomputed_per_step
         1.0
     """
+    check_is_model(model)
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
     split = split or split_for(model, chain)
@@ -71,6 +72,16 @@ def attach(
         return Part(execution, memory_budget=budget, bandwidth=bandwidth)
 
     return Plan(model, make)
+
+
+def check_is_model(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        PlanError: with what was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model is {shown(model)}, expected an nn.Module")
 
 
 def split_for(model: nn.Module, chain: Chain | None) -> Split:

@@ -147,7 +147,10 @@ def _described(error: Exception) -> str:
 
 
 def _unpack(_: Any) -> torch.Tensor:
-    raise CaptureError("the model's forward runs a backward of its own; name stages that do not contain it")
+    raise CaptureError(
+        "the model's forward computes gradients of its own; fit the network that is differentiated, and compute them "
+        "in your loop from its result"
+    )
 
 
 class _Watcher(TorchDispatchMode):

@@ -24,7 +24,7 @@ from lowtide.errors import (
     shown,
 )
 from lowtide.files import read_json
-from lowtide.runtime.attach import check_legal, device_of, tier_for
+from lowtide.runtime.attach import check_is_model, check_legal, device_of, tier_for
 from lowtide.runtime.bandwidth import measured_bandwidth
 from lowtide.runtime.capture import StageNames, check_arguments
 from lowtide.runtime.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
@@ -111,9 +111,10 @@ def fit(
         >>> with fit(model, torch.zeros(256, 64), memory_budget="2MiB", bandwidth=0) as plan:
         ...     model(torch.zeros(256, 64)).sum().backward()
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"model is {shown(model)}, expected an nn.Module")
+    check_is_model(model)
     check_arguments(model, stages, loss)
+    if progress is not None and not callable(progress):
+        raise PlanError(f"progress is {shown(progress)}, expected a function of what is being done and the share done")
     if strategy != AUTO:
         find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
@@ -318,6 +319,7 @@ def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_bud
 
 def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
+    check_is_model(model)
     if not isinstance(values, Mapping):
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")
     if values.get("format") != FORMAT:

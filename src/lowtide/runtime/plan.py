@@ -331,7 +331,7 @@ class Plan:
             return
         if self._replan is None:
             raise PlanError(
-                f"{signature.difference(planned)}; fit again for these shapes, or let the plan do so (replan=True)"
+                f"{signature.difference(planned)}; lowtide.fit plans for these shapes (and by default for others later)"
             )
         if signature in self._others:
             self.use(self._others.pop(signature))
