@@ -56,6 +56,9 @@ class _Site:
         return self.module._call_impl(*args, **kwargs)
 
     def install(self) -> None:
+        standing = self.module.__dict__.get(_ATTRIBUTE)
+        if isinstance(standing, UnitSite | ModelSite) and standing is not self:
+            self.previous = standing  # of another plan, which has come since this one was taken away
         self.module.__dict__[_ATTRIBUTE] = self
 
     def remove(self) -> None:
@@ -63,7 +66,7 @@ class _Site:
         if module is None or module.__dict__.get(_ATTRIBUTE) is not self:
             self._leave_chain(module)  # the module is gone, compiled since, or another plan stands before this one
             return
-        if self.previous is None:
+        if self.previous is None or getattr(self.previous, "is_removed", False):
             del module.__dict__[_ATTRIBUTE]
         else:
             module.__dict__[_ATTRIBUTE] = self.previous
