@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,14 +147,14 @@ def _rehearsed_on_the_device(
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     notes: list[str] = []
-    refused: InfeasibleBudgetError | None = None
+    refused: Callable[[], InfeasibleBudgetError] | None = None  # an error kept here would keep the batch
     while True:
         try:
             planned = _rehearsed(model, sample, split, chain, settings)
             return dataclasses.replace(planned, notes=(*planned.notes, *notes))
         except torch.OutOfMemoryError:
             if refused is not None:
-                raise refused from None
+                raise refused() from None
             if len(notes) == _MOST_TIMES_OUT_OF_MEMORY:
                 raise
             failed = settings.memory_budget
@@ -162,10 +163,11 @@ def _rehearsed_on_the_device(
             if not notes:
                 raise
             if refused is not None:
-                raise refused from None
-            refused = InfeasibleBudgetError(f"{'; '.join(notes)}, and {error}", minimum_bytes=error.minimum_bytes)
+                raise refused() from None
+            message = f"{'; '.join(notes)}, and {error}"
+            refused = partial(InfeasibleBudgetError, message, minimum_bytes=error.minimum_bytes)
             if error.minimum_bytes >= failed:
-                raise refused from None
+                raise refused() from None
             notes.pop()
             budget = error.minimum_bytes  # a tenth less was too much less
         settings = dataclasses.replace(settings, memory_budget=budget)
@@ -309,7 +311,10 @@ def _leanest(
         solution = leanest_solution(chain, least)
         measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes + unknown_bytes
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its traceback has this frame, and with it the batch
     if measured <= settings.memory_budget:
         note = _correction(measured, solution.peak_bytes)
         lower = corrected(chain, measured - solution.peak_bytes)
