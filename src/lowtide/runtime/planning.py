@@ -183,7 +183,7 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
 
     A schedule that copies may be predicted to be the leanest and take more than recomputation alone when it is tried.
     """
-    _check_optimizer_step(model, chain, settings)
+    _check_optimizer_step(model, sample, split, chain, settings)
     try:
         return _rehearsed_as_asked(model, sample, split, chain, settings)
     except InfeasibleBudgetError as error:
@@ -353,13 +353,13 @@ def _correction(measured_bytes: int, predicted_bytes: int) -> str:
     )
 
 
-def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
+def _check_optimizer_step(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> None:
     """After backward all gradients are there, and the optimizer's step takes some more: no schedule helps there.
 
     Raises:
         InfeasibleBudgetError: where that alone is more than the budget; `minimum_bytes` is enough for a schedule, too.
     """
-    least = _optimizer_step_bytes(model, chain, settings)
+    least = enough = _optimizer_step_bytes(model, chain, settings)
     if least <= settings.memory_budget:
         return
     try:
@@ -367,11 +367,17 @@ def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) ->
     except InfeasibleBudgetError as error:
         if error.minimum_bytes >= least:
             return  # refused by whoever solves next, with that figure
+    try:
+        _rehearsed(model, sample, split, chain, dataclasses.replace(settings, memory_budget=least))
+    except InfeasibleBudgetError as error:
+        enough = error.minimum_bytes  # a trial step takes more than predicted
+    except torch.OutOfMemoryError:
+        pass
     raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
         f"{format_bytes(least)} ({least} bytes) that parameters, gradients and the optimizer's state and step take by "
-        "themselves; raise it, or use a leaner optimizer",
-        minimum_bytes=least,
+        f"themselves; raise it{f' to {enough} bytes' if enough > least else ''}, or use a leaner optimizer",
+        minimum_bytes=enough,
     )
 
 
