@@ -87,12 +87,14 @@ def many_compilations() -> Iterator[None]:
 class CompiledCall:
     """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
 
-    __slots__ = ("_functions", "_module", "choice")
+    __slots__ = ("_functions", "_module", "choice", "is_removed")
 
     def __init__(self, module: nn.Module, functions: Sequence[Callable[..., Any]], choice: Choice) -> None:
         self._module = weakref.ref(module)
         self._functions = tuple(functions)
         self.choice = choice
+        self.is_removed = False
+        """Whether it only stays for a plan of another model, which was made with it, and goes with that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; one that has no other variants runs as its only one."""
@@ -170,7 +172,9 @@ class CompiledStages:
     def install(self) -> None:
         """Run the units compiled."""
         for module, call in self._calls:
-            vars(module)[_ATTRIBUTE] = call
+            call.is_removed = False
+            if not vars(module).get(_ATTRIBUTE):  # else the plan of another model that has the module, too
+                vars(module)[_ATTRIBUTE] = call
         if self.compilation.loss is not False:
             self._loss.install(self._model)
 
@@ -186,7 +190,8 @@ class CompiledStages:
 
     def remove(self) -> None:
         """Run them as before."""
-        for module, _ in self._calls:
+        for module, call in self._calls:
+            call.is_removed = True
             if isinstance(vars(module).get(_ATTRIBUTE), CompiledCall):
                 del vars(module)[_ATTRIBUTE]
         self._loss.remove(self._model)

@@ -205,10 +205,15 @@ class _Fitting:
         """Plan for one signature of calls."""
         self._undo()
         settings = settings or self.settings
-        with preserved(self._model):
-            if not self._model.training:
-                self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
-            planned, compiled = plan_for(self._model, _apart(sample), settings)
+        try:
+            with preserved(self._model):
+                if not self._model.training:
+                    self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
+                planned, compiled = plan_for(self._model, _apart(sample), settings)
+        except BaseException:
+            for earlier in self._compiled[-1:]:  # the parts there are go on with them
+                earlier.install()
+            raise
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
@@ -241,7 +246,10 @@ class _Fitting:
             return self._part_for(args, kwargs, handler)
         except SampleError as error:
             original = error.__cause__ or error
-        raise original
+        try:
+            raise original
+        finally:
+            del original  # its traceback has this frame, and with it the batch
 
     def _part_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
         sample = Sample(args, kwargs)

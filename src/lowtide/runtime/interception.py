@@ -36,11 +36,12 @@ class _Current(threading.local):
 class _Site:
     """What stands in a module's `_compiled_call_impl`."""
 
-    __slots__ = ("__weakref__", "_module", "previous")
+    __slots__ = ("__weakref__", "_module", "_standing", "previous")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.previous: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
+        self._standing: Any = self.previous  # what is put back; another one where the module is compiled anew
 
     @property
     def module(self) -> nn.Module:
@@ -56,6 +57,11 @@ class _Site:
         return self.module._call_impl(*args, **kwargs)
 
     def install(self) -> None:
+        standing = self.module.__dict__.get(_ATTRIBUTE)
+        if standing is not self:
+            self._standing = standing
+            if isinstance(standing, _Site):
+                self.previous = self._standing  # that of another plan, which has come since this one was taken away
         self.module.__dict__[_ATTRIBUTE] = self
 
     def remove(self) -> None:
@@ -63,10 +69,10 @@ class _Site:
         if module is None or module.__dict__.get(_ATTRIBUTE) is not self:
             self._leave_chain(module)  # the module is gone, compiled since, or another plan stands before this one
             return
-        if self.previous is None:
+        if self._standing is None or getattr(self._standing, "is_removed", False):
             del module.__dict__[_ATTRIBUTE]
         else:
-            module.__dict__[_ATTRIBUTE] = self.previous
+            module.__dict__[_ATTRIBUTE] = self._standing
 
     def _leave_chain(self, module: nn.Module | None) -> None:
         """Let the site that stands before this one call what this one called."""
@@ -75,6 +81,8 @@ class _Site:
             following: object = site.previous
             if following is self:
                 site.previous = self.previous
+                if site._standing is self:
+                    site._standing = self._standing
                 return
             site = following
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,27 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     if isinstance(optimizer, torch.optim.Optimizer):
         for parameter in model.parameters():
             total += sum(_bytes_on(parameter.device, value) for value in optimizer.state.get(parameter, {}).values())
+    elif optimizer is not None:
+        # Of a kind nobody says where it is; without looking, a plan made after the first step would count it twice.
+        planned = optimizer_state_bytes(optimizer, (p for p in model.parameters() if p.requires_grad))
+        found = _state_found(model)
+        total += sum(min(num_bytes, found.get(key, 0)) for key, num_bytes in planned.items())
     return total
+
+
+def _state_found(model: nn.Module) -> dict[int, int]:
+    """The bytes of state that all optimizers there are keep on each parameter's device, by the parameter's id.
+
+    One that stands around another shows the same tensors, which count once.
+    """
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    states = [state for each in optimizers if isinstance(state := getattr(each, "state", None), Mapping)]
+    found: dict[int, int] = {}
+    for parameter in model.parameters():
+        entries = [entry for state in states if isinstance(entry := state.get(parameter), Mapping)]
+        values = {id(value): value for entry in entries for value in entry.values()}
+        found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in values.values())
+    return found
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:

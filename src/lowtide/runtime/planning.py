@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,14 +147,14 @@ def _rehearsed_on_the_device(
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     notes: list[str] = []
-    refused: InfeasibleBudgetError | None = None
+    refused: Callable[[], InfeasibleBudgetError] | None = None  # an error kept here would keep the batch
     while True:
         try:
             planned = _rehearsed(model, sample, split, chain, settings)
             return dataclasses.replace(planned, notes=(*planned.notes, *notes))
         except torch.OutOfMemoryError:
             if refused is not None:
-                raise refused from None
+                raise refused() from None
             if len(notes) == _MOST_TIMES_OUT_OF_MEMORY:
                 raise
             failed = settings.memory_budget
@@ -162,10 +163,11 @@ def _rehearsed_on_the_device(
             if not notes:
                 raise
             if refused is not None:
-                raise refused from None
-            refused = InfeasibleBudgetError(f"{'; '.join(notes)}, and {error}", minimum_bytes=error.minimum_bytes)
+                raise refused() from None
+            message = f"{'; '.join(notes)}, and {error}"
+            refused = partial(InfeasibleBudgetError, message, minimum_bytes=error.minimum_bytes)
             if error.minimum_bytes >= failed:
-                raise refused from None
+                raise refused() from None
             notes.pop()
             budget = error.minimum_bytes  # a tenth less was too much less
         settings = dataclasses.replace(settings, memory_budget=budget)
@@ -181,7 +183,7 @@ def _rehearsed(model: nn.Module, sample: Sample, split: Split, chain: Chain, set
 
     A schedule that copies may be predicted to be the leanest and take more than recomputation alone when it is tried.
     """
-    _check_optimizer_step(model, chain, settings)
+    _check_optimizer_step(model, sample, split, chain, settings)
     try:
         return _rehearsed_as_asked(model, sample, split, chain, settings)
     except InfeasibleBudgetError as error:
@@ -309,7 +311,10 @@ def _leanest(
         solution = leanest_solution(chain, least)
         measured = _tried(model, sample, Planned(split, solution, None, ()), least).peak_bytes + unknown_bytes
     except (InfeasibleBudgetError, torch.OutOfMemoryError):
-        raise error from None
+        try:
+            raise error from None
+        finally:
+            del error  # its traceback has this frame, and with it the batch
     if measured <= settings.memory_budget:
         note = _correction(measured, solution.peak_bytes)
         lower = corrected(chain, measured - solution.peak_bytes)
@@ -348,13 +353,13 @@ def _correction(measured_bytes: int, predicted_bytes: int) -> str:
     )
 
 
-def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) -> None:
+def _check_optimizer_step(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> None:
     """After backward all gradients are there, and the optimizer's step takes some more: no schedule helps there.
 
     Raises:
         InfeasibleBudgetError: where that alone is more than the budget; `minimum_bytes` is enough for a schedule, too.
     """
-    least = _optimizer_step_bytes(model, chain, settings)
+    least = enough = _optimizer_step_bytes(model, chain, settings)
     if least <= settings.memory_budget:
         return
     try:
@@ -362,11 +367,17 @@ def _check_optimizer_step(model: nn.Module, chain: Chain, settings: Settings) ->
     except InfeasibleBudgetError as error:
         if error.minimum_bytes >= least:
             return  # refused by whoever solves next, with that figure
+    try:
+        _rehearsed(model, sample, split, chain, dataclasses.replace(settings, memory_budget=least))
+    except InfeasibleBudgetError as error:
+        enough = error.minimum_bytes  # a trial step takes more than predicted
+    except torch.OutOfMemoryError:
+        pass
     raise InfeasibleBudgetError(
         f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
         f"{format_bytes(least)} ({least} bytes) that parameters, gradients and the optimizer's state and step take by "
-        "themselves; raise it, or use a leaner optimizer",
-        minimum_bytes=least,
+        f"themselves; raise it{f' to {enough} bytes' if enough > least else ''}, or use a leaner optimizer",
+        minimum_bytes=enough,
     )
 
 

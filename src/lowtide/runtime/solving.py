@@ -114,7 +114,10 @@ def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0,
         if not bandwidth or (found and not found[0].trace.moved_bytes):
             break
     if not found:
-        raise min(refused, key=lambda error: error.minimum_bytes)
+        try:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        finally:
+            refused.clear()  # their tracebacks have this frame: a batch would stay until the collector comes
     return min(found, key=lambda way: (way.peak_bytes > memory_budget, _counted_seconds(way)))
 
 

@@ -1,0 +1,126 @@
+"""Plans for other shapes that are made, or refused, in the midst of training: nothing else changes by it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tests.runtime.training import assert_equal, batches, train
+from torch import nn
+
+import lowtide
+from lowtide.runtime.interception import is_compiled
+from lowtide.runtime.meter import Meter
+
+SHAPE = (128, 16)
+OPTIONS = {"bandwidth": 0, "strategy": "rotor", "optimizer": "adam"}
+COMPILE = {"compile_stages": {"backend": "aot_eager"}, "variants": False}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+
+
+class Narrow(nn.Module):
+    """Fails on batches of 300."""
+
+    def forward(self, x):
+        if len(x) == 300:
+            raise IndexError("too many")
+        return x
+
+
+def deep(depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Narrow(), *(Block(SHAPE[1]) for _ in range(depth)))
+
+
+def leanest(model: nn.Module, x: torch.Tensor, share: float = 1.0, **options) -> lowtide.Plan:
+    """Within the least budget times a share."""
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
+        lowtide.fit(model, x, memory_budget=1, **OPTIONS, **options)
+    return lowtide.fit(model, x, memory_budget=int(refusal.value.minimum_bytes * share), **OPTIONS, **options)
+
+
+def peak_of_step(model: nn.Module, x: torch.Tensor) -> int:
+    with Meter("cpu") as meter:
+        model(x).square().mean().backward()
+        model.zero_grad()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("num_samples", [5000, 300])
+def test_a_batch_that_is_refused_is_let_go_without_the_collector(num_samples):
+    model, x = deep(), batches(SHAPE, 1)[0]
+    leanest(model, x)
+    batch = torch.zeros(num_samples, SHAPE[1])
+    alive = weakref.ref(batch)
+    gc.disable()
+    try:
+        with pytest.raises((lowtide.InfeasibleBudgetError, IndexError)) as refusal:
+            model(batch)
+        del batch, refusal
+        assert alive() is None
+    finally:
+        gc.enable()
+    assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+
+
+def test_compiled_blocks_stay_compiled_after_a_batch_that_is_refused():
+    model, x = deep(), batches(SHAPE, 1)[0]
+    plan = leanest(model, x, 2.0, **COMPILE)
+    assert all(map(is_compiled, model[1:]))
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        model(torch.zeros(50_000, SHAPE[1]))
+    assert all(map(is_compiled, model[1:]))
+    plan.detach()
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_models_that_share_compiled_modules_detach_in_any_order(first):
+    one, x = deep(), batches(SHAPE, 1)[0]
+    other = nn.Sequential(*one)
+    plans = [leanest(each, x, **COMPILE) for each in (one, other)]
+    for index in (first, 1 - first):
+        plans[index].detach()
+    assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
+    assert_equal(train(one, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+
+
+def test_a_budget_holds_after_a_model_with_the_same_modules_was_planned_for_again():
+    one, x = deep(), batches(SHAPE, 1)[0]
+    other = nn.Sequential(*one)
+    plans = [leanest(one, x[:64], 1.5), leanest(other, x)]
+    assert peak_of_step(other, x) <= plans[1].memory_budget
+    for num_samples in (80, 64, 80):
+        assert peak_of_step(one, x[:num_samples]) <= plans[0].memory_budget
+        assert peak_of_step(other, x) <= plans[1].memory_budget
+    assert plans[0].num_shapes == 2
+    assert_equal(train(other, [x]), train(deep(), [x]))
+    for plan in plans:
+        plan.detach()
+    assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
+
+
+def test_the_state_of_an_optimizer_that_was_not_handed_over_counts_once():
+    model, x = deep(), batches(SHAPE, 1)[0]
+    plan = leanest(model, x, 1.1)
+    optimizer = torch.optim.Adam(model.parameters())
+    larger = torch.cat([x, x[:8]])
+    for batch in (x, larger, x):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert plan.num_shapes == 2
