@@ -142,12 +142,12 @@ class Interception:
         ]
         self._whole = UnitSite(model, "", positions[""], self.current) if "" in positions else None
         self._sites.append(ModelSite(model, handler))
-        self._others = [site.previous.current for site in self._sites if isinstance(site.previous, UnitSite)]
 
     @property
     def is_within_another(self) -> bool:
         """Whether this thread is inside a step of a plan that watches some of the same modules."""
-        return any(current.session is not None for current in self._others)
+        others = (site.previous for site in self._sites)
+        return any(isinstance(other, UnitSite) and other.current.session is not None for other in others)
 
     def whole_or(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """How the session calls the model: as a unit where the model as a whole is one, else plainly."""
