@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+from lowtide import Backward, Forward, Schedule
+from lowtide.runtime.attach import tier_for
+from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.plan import Part
 
 SHAPE = (128, 16)
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "optimizer": "adam"}
@@ -109,6 +114,27 @@ def test_a_budget_holds_after_a_model_with_the_same_modules_was_planned_for_agai
         assert peak_of_step(other, x) <= plans[1].memory_budget
     assert plans[0].num_shapes == 2
     assert_equal(train(other, [x]), train(deep(), [x]))
+    for plan in plans:
+        plan.detach()
+    assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
+
+
+def test_models_that_share_modules_go_over_to_earlier_parts_that_watch_others_of_them():
+    backward = [Backward(3), *(Forward(k, "all") for k in (1, 2)), Backward(2), Backward(1)]
+    again = Schedule("again", [Forward(1, "keep"), Forward(2, "drop"), Forward(3, "all"), *backward])
+    once = Schedule("once", [*(Forward(k, "all") for k in (1, 2, 3)), *(Backward(k) for k in (3, 2, 1))])
+    one, x = deep(2), batches(SHAPE, 1)[0]
+    other = nn.Sequential(*one)
+    plans = [lowtide.attach(model, again) for model in (one, other)]
+    first = [plan._part for plan in plans]
+    for plan, schedule in zip(plans, (again, once), strict=True):
+        execution = partial(Execution, plan.model, plan.split, schedule, None, tier_for(plan.model, None, 0))
+        plan.use_another(lambda handler, execution=execution: Part(execution(handler)))
+    for plan, part in zip(plans, first, strict=True):
+        plan.use(part)
+    for model in (one, other):
+        assert_equal(train(model, [x]), train(deep(2), [x]))
+        model.load_state_dict(deep(2).state_dict())
     for plan in plans:
         plan.detach()
     assert not any("_compiled_call_impl" in vars(module) for module in one.modules())

@@ -36,12 +36,13 @@ class _Current(threading.local):
 class _Site:
     """What stands in a module's `_compiled_call_impl`."""
 
-    __slots__ = ("__weakref__", "_module", "_standing", "previous")
+    __slots__ = ("__weakref__", "_compiled", "_module", "_standing", "previous")
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.previous: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
         self._standing: Any = self.previous  # what is put back; another one where the module is compiled anew
+        self._compiled = _behind_sites(module)  # what is called where no site of another plan follows
 
     @property
     def module(self) -> nn.Module:
@@ -60,19 +61,18 @@ class _Site:
         standing = self.module.__dict__.get(_ATTRIBUTE)
         if standing is not self:
             self._standing = standing
-            if isinstance(standing, _Site):
-                self.previous = self._standing  # that of another plan, which has come since this one was taken away
+            self.previous = self._standing if isinstance(standing, _Site) else self._compiled
         self.module.__dict__[_ATTRIBUTE] = self
 
     def remove(self) -> None:
         module = self._module()
         if module is None or module.__dict__.get(_ATTRIBUTE) is not self:
             self._leave_chain(module)  # the module is gone, compiled since, or another plan stands before this one
-            return
-        if self._standing is None or getattr(self._standing, "is_removed", False):
+        elif self._standing is None or getattr(self._standing, "is_removed", False):
             del module.__dict__[_ATTRIBUTE]
         else:
             module.__dict__[_ATTRIBUTE] = self._standing
+        self.previous = self._compiled  # a site of another plan may be gone, or stand before this one, by the next time
 
     def _leave_chain(self, module: nn.Module | None) -> None:
         """Let the site that stands before this one call what this one called."""
@@ -80,7 +80,7 @@ class _Site:
         while isinstance(site, _Site):
             following: object = site.previous
             if following is self:
-                site.previous = self.previous
+                site.previous = self.previous if isinstance(self.previous, _Site) else site._compiled
                 if site._standing is self:
                     site._standing = self._standing
                 return
@@ -177,10 +177,14 @@ def planned_part_of(model: nn.Module) -> str | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of a module run compiled code, whoever stands in between."""
-    call = module.__dict__.get(_ATTRIBUTE)
-    while isinstance(call, _Site):
+    return _behind_sites(module) is not None
+
+
+def _behind_sites(module: nn.Module) -> Callable[..., Any] | None:
+    call: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
+    while isinstance(call, UnitSite | ModelSite):
         call = call.previous
-    return call is not None
+    return call
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
