@@ -165,6 +165,17 @@ def test_a_part_of_a_model_with_a_plan_cannot_run_under_its_own():
     outer.detach()
 
 
+def test_a_plan_attached_around_a_part_with_its_own_cannot_run_either():
+    model, twin, x = nn.Sequential(models.stages_of_every_kind()), models.stages_of_every_kind(), batches(SHAPE, 1)[0]
+    stages = tuple(StageSplit(f"0.{k}", (Unit(f"0.{k}"),)) for k in range(N))
+    inner = lowtide.attach(model[0], mixed())
+    with lowtide.attach(model, recomputing(), split=Split(stages)):
+        with pytest.raises(ExecutionError, match=r"has a plan of its own.*detach one of the two"):
+            one_step(model, x)
+        inner.detach()
+        assert_equal({name.removeprefix("0."): value for name, value in one_step(model, x).items()}, one_step(twin, x))
+
+
 def test_attaching_twice_replaces_the_plan():
     model, first = attached(recomputing())
     second = lowtide.attach(model, mixed())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -146,8 +146,8 @@ class Interception:
     @property
     def is_within_another(self) -> bool:
         """Whether this thread is inside a step of a plan that watches some of the same modules."""
-        others = (site.previous for site in self._sites)
-        return any(isinstance(other, UnitSite) and other.current.session is not None for other in others)
+        standing = (other for site in self._sites for other in _sites_of(site.module))
+        return any(isinstance(other, UnitSite) and other.current.session is not None for other in standing)
 
     def whole_or(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """How the session calls the model: as a unit where the model as a whole is one, else plainly."""
@@ -182,9 +182,17 @@ def is_compiled(module: nn.Module) -> bool:
 
 def _behind_sites(module: nn.Module) -> Callable[..., Any] | None:
     call: Callable[..., Any] | None = module.__dict__.get(_ATTRIBUTE)
-    while isinstance(call, UnitSite | ModelSite):
-        call = call.previous
+    for site in _sites_of(module):
+        call = site.previous
     return call
+
+
+def _sites_of(module: nn.Module) -> Iterator[_Site]:
+    """The sites that a call of the module passes, of whatever plans."""
+    call = module.__dict__.get(_ATTRIBUTE)
+    while isinstance(call, _Site):
+        yield call
+        call = call.previous
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module:
