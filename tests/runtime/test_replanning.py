@@ -150,3 +150,18 @@ def test_the_state_of_an_optimizer_that_was_not_handed_over_counts_once():
         optimizer.step()
         optimizer.zero_grad()
     assert plan.num_shapes == 2
+
+
+def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next():
+    model, x = deep(), batches(SHAPE, 1)[0]
+    earlier, optimizer = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+    model(x).square().mean().backward()
+    earlier.step()
+    model.zero_grad()
+    plan = leanest(model, x)
+    for _ in range(2):
+        with Meter("cpu") as meter:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert meter.peak_bytes <= plan.memory_budget

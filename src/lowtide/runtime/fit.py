@@ -82,7 +82,8 @@ def fit(
         bandwidth: bytes per second to host memory each way; None: measured; 0: nothing is moved.
         host_memory_budget: bytes of host memory for what is moved; None: what is free, less a reserve. Only what the
             schedule needs is taken.
-        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left.
+        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left. State that an
+            optimizer keeps already is taken for that of a kind: hand over one that is to take another's place.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.

@@ -120,17 +120,26 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def _state_found(model: nn.Module) -> dict[int, int]:
-    """The bytes of state that all optimizers there are keep on each parameter's device, by the parameter's id.
+    """The bytes of state that all optimizers there are keep on each parameter's device, by the parameter's id; 0 where
+    one of them has yet to make its own: what is there may be that of an earlier one, or of another model.
 
-    One that stands around another shows the same tensors, which count once.
+    One that stands around another has the same groups of parameters, or shows the same tensors, which count once.
     """
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    states = [state for each in optimizers if isinstance(state := getattr(each, "state", None), Mapping)]
+    entries: dict[int, dict[int, list[Mapping[Any, Any]]]] = {}  # by the ids of parameter and group
+    for optimizer in optimizers:
+        state = getattr(optimizer, "state", None)
+        for group in getattr(optimizer, "param_groups", ()):
+            for parameter in group["params"]:
+                entry = state.get(parameter) if isinstance(state, Mapping) else None
+                by_group = entries.setdefault(id(parameter), {})
+                by_group.setdefault(id(group), []).append(entry if isinstance(entry, Mapping) else {})
     found: dict[int, int] = {}
     for parameter in model.parameters():
-        entries = [entry for state in states if isinstance(entry := state.get(parameter), Mapping)]
-        values = {id(value): value for entry in entries for value in entry.values()}
-        found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in values.values())
+        of_groups = list(entries.get(id(parameter), {}).values())
+        values = {id(value): value for group in of_groups for entry in group for value in entry.values()}
+        is_there = all(map(any, of_groups))
+        found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in values.values()) if is_there else 0
     return found
 
 
