@@ -101,6 +101,10 @@ def test_a_function_of_the_user(tmp_path, monkeypatch, capsys):
         ("import torch\ntorch.not_there_at_all", "failed with AttributeError"),
         ("import sys\nsys.exit('usage: train.py DATA')", "SystemExit: usage: train.py DATA"),
         ("import sys\ndef make():\n    sys.exit(0)", "make() failed with SystemExit: 0"),
+        (
+            "def __getattr__(name):\n    import not_there_at_all",
+            "ModuleNotFoundError: No module named 'not_there_at_all'",
+        ),
     ],
 )
 def test_what_is_wrong_in_the_module_of_the_user_is_no_defect_of_lowtide(source, reason, tmp_path, monkeypatch, capsys):

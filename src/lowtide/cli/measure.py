@@ -159,9 +159,12 @@ def _from_function(target: str) -> tuple[nn.Module, Any]:
     if not module_name or not function_name:
         raise CaptureError(f"{target!r} names no {'function' if module_name else 'module'}; write module:function")
     module = _imported(target, module_name)
-    if not hasattr(module, function_name):
-        raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}")
-    function = getattr(module, function_name)
+    try:
+        function = getattr(module, function_name)
+    except AttributeError:
+        raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}") from None
+    except (Exception, SystemExit) as error:  # a module may import what it has when it is asked for
+        raise CaptureError(f"{target} cannot be had: {_described(error)}") from error
     if not callable(function):
         raise CaptureError(f"{target} is {shown(function)}, expected a function that returns (model, sample)")
     try:
