@@ -14,10 +14,12 @@ from torch import nn
 import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.attach import tier_for
+from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import is_compiled
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan import Part
+from lowtide.runtime.split import Split, StageSplit, Unit
 
 SHAPE = (128, 16)
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "optimizer": "adam"}
@@ -102,6 +104,21 @@ def test_two_models_that_share_compiled_modules_detach_in_any_order(first):
         plans[index].detach()
     assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
     assert_equal(train(one, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+
+
+def test_a_module_that_another_model_has_compiled_since_stays_compiled():
+    one, compilation = deep(2), Compilation({"backend": "eager"})
+    other = nn.Sequential(*one)
+    both, last = (Split(tuple(StageSplit(path, (Unit(path),)) for path in paths)) for paths in ("12", "2"))
+    parts = [compilation.of(one, both)]
+    parts[0].remove()
+    parts.append(compilation.of(one, last))
+    compiled = compilation.of(other, both)
+    for part in parts:
+        part.remove()
+    assert is_compiled(other[1])
+    compiled.remove()
+    assert not any("_compiled_call_impl" in vars(module) for module in one.modules())
 
 
 def test_a_budget_holds_after_a_model_with_the_same_modules_was_planned_for_again():

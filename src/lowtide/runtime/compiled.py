@@ -192,7 +192,7 @@ class CompiledStages:
         """Run them as before."""
         for module, call in self._calls:
             call.is_removed = True
-            if isinstance(vars(module).get(_ATTRIBUTE), CompiledCall):
+            if vars(module).get(_ATTRIBUTE) is call:  # else a model that has the module, too, has compiled it since
                 del vars(module)[_ATTRIBUTE]
         self._loss.remove(self._model)
         torch.clear_autocast_cache()
