@@ -17,6 +17,7 @@ from lowtide.runtime.attach import tier_for
 from lowtide.runtime.compiled import Compilation
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.interception import is_compiled
+from lowtide.runtime.measure_weights import optimizer_in_use
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan import Part
 from lowtide.runtime.split import Split, StageSplit, Unit
@@ -169,16 +170,46 @@ def test_the_state_of_an_optimizer_that_was_not_handed_over_counts_once():
     assert plan.num_shapes == 2
 
 
-def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next():
+@pytest.mark.parametrize("made_first", [True, False], ids=["made before", "made after"])
+def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next(made_first):
     model, x = deep(), batches(SHAPE, 1)[0]
-    earlier, optimizer = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters())
+    earlier = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters()) if made_first else None
     model(x).square().mean().backward()
     earlier.step()
     model.zero_grad()
     plan = leanest(model, x)
+    optimizer = optimizer or torch.optim.Adam(model.parameters())
     for _ in range(2):
         with Meter("cpu") as meter:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         assert meter.peak_bytes <= plan.memory_budget
+
+
+class Around(torch.optim.Optimizer):
+    """Stands around another optimizer and shows what that has."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+
+def test_which_optimizer_is_in_use():
+    model, other = deep(2), deep(2)
+    assert optimizer_in_use(model, "adam") == "adam"
+    optimizers = [torch.optim.SGD(other.parameters()), torch.optim.AdamW(model.parameters())]
+    assert optimizer_in_use(model, "adam") is optimizers[1]
+    assert optimizer_in_use(model, optimizers[0]) is optimizers[0]  # what is given is not doubted
+    around = Around(optimizers[1])
+    assert optimizer_in_use(model, "adam") in (around, optimizers[1])
+    optimizers.append(torch.optim.SGD(model[1].parameters()))  # beside the other, or in its place?
+    assert optimizer_in_use(model, "adam") == "adam"
+    assert optimizer_in_use(model[1], "adam") == "adam"
+    del optimizers[1], around
+    gc.collect()
+    assert optimizer_in_use(model, "adam") == "adam"  # one for a part of the model
+    assert optimizer_in_use(model[1], "adam") is optimizers[1]

@@ -32,7 +32,7 @@ from lowtide.runtime.containers import Held, build, template
 from lowtide.runtime.distributed import is_distributed, is_first, share
 from lowtide.runtime.execution import Execution
 from lowtide.runtime.limits import device_budget, host_budget
-from lowtide.runtime.measure_weights import Optimizer
+from lowtide.runtime.measure_weights import Optimizer, optimizer_in_use
 from lowtide.runtime.plan import FORMAT, Handler, Part, Plan, attached_plan
 from lowtide.runtime.planning import Planned, corrected, plan_for
 from lowtide.runtime.preserve import preserved
@@ -82,8 +82,7 @@ def fit(
         bandwidth: bytes per second to host memory each way; None: measured; 0: nothing is moved.
         host_memory_budget: bytes of host memory for what is moved; None: what is free, less a reserve. Only what the
             schedule needs is taken.
-        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left. State that an
-            optimizer keeps already is taken for that of a kind: hand over one that is to take another's place.
+        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
@@ -255,14 +254,15 @@ class _Fitting:
     def _part_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
         sample = Sample(args, kwargs)
         signature = self._signature_of(args, kwargs)
+        settings = replace(self.settings, optimizer=optimizer_in_use(self._model, self.settings.optimizer))
         if self._compiled and any(signature.fits_within(other) for other in self._planned):
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:
-                return self.part(sample, handler, replace(self.settings, compilation=compilation))
+                return self.part(sample, handler, replace(settings, compilation=compilation))
             except InfeasibleBudgetError:
                 pass
-        return self.part(sample, handler)
+        return self.part(sample, handler, settings)
 
     def _watch(self, plan: Plan, num_steps: int) -> None:
         """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""

@@ -111,36 +111,31 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     if isinstance(optimizer, torch.optim.Optimizer):
         for parameter in model.parameters():
             total += sum(_bytes_on(parameter.device, value) for value in optimizer.state.get(parameter, {}).values())
-    elif optimizer is not None:
-        # Of a kind nobody says where it is; without looking, a plan made after the first step would count it twice.
-        planned = optimizer_state_bytes(optimizer, (p for p in model.parameters() if p.requires_grad))
-        found = _state_found(model)
-        total += sum(min(num_bytes, found.get(key, 0)) for key, num_bytes in planned.items())
     return total
 
 
-def _state_found(model: nn.Module) -> dict[int, int]:
-    """The bytes of state that all optimizers there are keep on each parameter's device, by the parameter's id; 0 where
-    one of them has yet to make its own: what is there may be that of an earlier one, or of another model.
+def optimizer_in_use(model: nn.Module, given: Optimizer) -> Optimizer:
+    """In mid-training: the optimizer that trains the model, where only a kind was given and there is no doubt.
 
-    One that stands around another has the same groups of parameters, or shows the same tensors, which count once.
+    Its state is on the device by then, and would count once more as that of the kind. There is doubt where several
+    optimizers have parameters of the model: some may be left from before, or have yet to make their state. One that
+    stands around another has the same groups of parameters, and is the same.
     """
-    optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    entries: dict[int, dict[int, list[Mapping[Any, Any]]]] = {}  # by the ids of parameter and group
-    for optimizer in optimizers:
-        state = getattr(optimizer, "state", None)
-        for group in getattr(optimizer, "param_groups", ()):
-            for parameter in group["params"]:
-                entry = state.get(parameter) if isinstance(state, Mapping) else None
-                by_group = entries.setdefault(id(parameter), {})
-                by_group.setdefault(id(group), []).append(entry if isinstance(entry, Mapping) else {})
-    found: dict[int, int] = {}
-    for parameter in model.parameters():
-        of_groups = list(entries.get(id(parameter), {}).values())
-        values = {id(value): value for group in of_groups for entry in group for value in entry.values()}
-        is_there = all(map(any, of_groups))
-        found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in values.values()) if is_there else 0
-    return found
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found: dict[frozenset[int], tuple[torch.optim.Optimizer, set[int]]] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            groups = getattr(each, "param_groups", ())
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            if held & trained:
+                found[frozenset(map(id, groups))] = each, held
+    if len(found) == 1:
+        ((optimizer, held),) = found.values()
+        if trained <= held:
+            return optimizer
+    return given
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:
