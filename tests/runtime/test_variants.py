@@ -159,6 +159,19 @@ def test_blocks_that_dynamo_cannot_take_for_equal_are_all_compiled() -> None:
         assert num_compiled == num_blocks
 
 
+def test_hooks_of_a_compiled_block_that_come_and_go_after_planning_are_noticed() -> None:
+    model, x = deep(), batches(SHAPE, 1)[0]
+    first = model[1].register_forward_hook(lambda module, args, output: output * 0.5)
+    options = {"compile_stages": {"backend": "aot_eager"}, "variants": False}
+    with lowtide.fit(model, x, memory_budget="1GiB", **RECOMPUTE, **options):
+        plain = deep()
+        first.remove()
+        assert torch.equal(model(x), plain(x))
+        for each in (model, plain):
+            each[2].register_forward_hook(lambda module, args, output: output * 0.25)
+        assert_equal(train(model, batches(SHAPE, 3)), train(plain, batches(SHAPE, 3)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind():
     """Other tests count all live tensors."""

@@ -87,19 +87,24 @@ def many_compilations() -> Iterator[None]:
 class CompiledCall:
     """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
 
-    __slots__ = ("_functions", "_module", "choice", "is_removed")
+    __slots__ = ("_functions", "_hooks", "_kind", "_module", "choice", "is_removed")
 
-    def __init__(self, module: nn.Module, functions: Sequence[Callable[..., Any]], choice: Choice) -> None:
+    def __init__(self, module: nn.Module, kind: Hashable, compilers: Sequence[_Compiler], choice: Choice) -> None:
         self._module = weakref.ref(module)
-        self._functions = tuple(functions)
+        self._kind = (kind, compilers[0])
+        self._hooks = _hooks_of(module)
+        self._functions = tuple(_compiled_function(kind, each) for each in compilers)
         self.choice = choice
         self.is_removed = False
         """Whether it only stays for a plan of another model, which was made with it, and goes with that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; one that has no other variants runs as its only one."""
-        index = self.choice.index
-        return self._functions[index if index < len(self._functions) else 0](self._module(), *args, **kwargs)
+        index, module = self.choice.index, self._module()
+        if module is not None and (hooks := _hooks_of(module)) != self._hooks:  # Dynamo would not notice
+            kind, compiler = self._kind
+            return _compiled_function((kind, hooks), compiler)(module, *args, **kwargs)
+        return self._functions[index if index < len(self._functions) else 0](module, *args, **kwargs)
 
     @property
     def num_variants(self) -> int:
@@ -146,8 +151,7 @@ class CompiledStages:
             if id(module) not in compiled:  # else it is called in several places
                 used = compilers if stage.kind in with_variants else compilers[:1]
                 kind = (type(module), stage.kind or (id(model), stage.name), place)
-                functions = [_compiled_function(kind, each) for each in used]
-                compiled[id(module)] = CompiledCall(module, functions, self.choice)
+                compiled[id(module)] = CompiledCall(module, kind, used, self.choice)
                 self._calls.append((module, compiled[id(module)]))
             self._num_variants[k] = max(self.num_variants(k), compiled[id(module)].num_variants)
         self.install()
@@ -308,6 +312,12 @@ class _Compiler:
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
             options = {"recompile_limit": _RECOMPILE_LIMIT, **options}
         return torch.compile(function, **options)
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+    """The numbers that torch has given to the hooks of a module; no two hooks ever have the same."""
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return tuple(number for hooks in kinds for number in hooks) if any(kinds) else ()
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
