@@ -27,6 +27,7 @@ from torch import nn
 
 from lowtide.errors import PlanError, shown
 from lowtide.runtime.compiled_loss import CompiledLoss
+from lowtide.runtime.modes import Modes, hooks_of
 from lowtide.runtime.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -87,24 +88,28 @@ def many_compilations() -> Iterator[None]:
 class CompiledCall:
     """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
 
-    __slots__ = ("_functions", "_hooks", "_kind", "_module", "choice", "is_removed")
+    __slots__ = ("_functions", "_hooks", "_kind", "_modes", "_module", "choice", "is_removed")
 
     def __init__(self, module: nn.Module, kind: Hashable, compilers: Sequence[_Compiler], choice: Choice) -> None:
         self._module = weakref.ref(module)
         self._kind = (kind, compilers[0])
-        self._hooks = _hooks_of(module)
+        self._hooks = hooks_of(module)
+        self._modes = Modes(module)
         self._functions = tuple(_compiled_function(kind, each) for each in compilers)
         self.choice = choice
         self.is_removed = False
         """Whether it only stays for a plan of another model, which was made with it, and goes with that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; one that has no other variants runs as its only one."""
+        """Run the module; as variant 0 where it has no such variant, or other modes than it was checked for."""
         index, module = self.choice.index, self._module()
-        if module is not None and (hooks := _hooks_of(module)) != self._hooks:  # Dynamo would not notice
+        assert module is not None  # it is alive whenever it is called
+        if (hooks := hooks_of(module)) != self._hooks:  # Dynamo would not notice
             kind, compiler = self._kind
             return _compiled_function((kind, hooks), compiler)(module, *args, **kwargs)
-        return self._functions[index if index < len(self._functions) else 0](module, *args, **kwargs)
+        if index >= len(self._functions) or (index and not self._modes.are_as_then(module)):
+            index = 0
+        return self._functions[index](module, *args, **kwargs)
 
     @property
     def num_variants(self) -> int:
@@ -312,12 +317,6 @@ class _Compiler:
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
             options = {"recompile_limit": _RECOMPILE_LIMIT, **options}
         return torch.compile(function, **options)
-
-
-def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The numbers that torch has given to the hooks of a module; no two hooks ever have the same."""
-    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    return tuple(number for hooks in kinds for number in hooks) if any(kinds) else ()
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -316,9 +316,9 @@ class Plan:
         raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {FIT_AGAIN}")
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call; one that trains no more than was planned for counts as that."""
+        """The signature of a call; one that trains no more than was planned for counts as that, without variants."""
         trained, planned = trained_of(self._parameters), self._part.signature
-        if planned is not None and trains_no_more(trained, planned.trained):
+        if planned is not None and trains_no_more(trained, planned.trained) and not self._part.execution.has_variants:
             trained = planned.trained
         return Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
 

@@ -61,6 +61,8 @@ class Signature:
             return f"autocast is {self.autocast or 'off'}, the plan is for {planned.autocast or 'off'}"
         if not trains_no_more(self.trained, planned.trained):
             return "parameters require gradients that did not when the plan was made"
+        if self.trained != planned.trained:
+            return "parameters require no gradients that did when variants of compiled blocks were checked"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
