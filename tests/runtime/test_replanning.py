@@ -188,6 +188,16 @@ def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next(mad
         assert meter.peak_bytes <= plan.memory_budget
 
 
+class Unknown(torch.optim.SGD):
+    """Cannot be tried out."""
+
+    def __init__(self, parameters, *, needed=None) -> None:
+        super().__init__(parameters)
+
+    def step(self, closure=None):
+        raise RuntimeError("not yet")
+
+
 class Around(torch.optim.Optimizer):
     """Stands around another optimizer and shows what that has."""
 
@@ -201,11 +211,14 @@ class Around(torch.optim.Optimizer):
 def test_which_optimizer_is_in_use():
     model, other = deep(2), deep(2)
     assert optimizer_in_use(model, "adam") == "adam"
-    optimizers = [torch.optim.SGD(other.parameters()), torch.optim.AdamW(model.parameters())]
+    optimizers = [torch.optim.SGD(other[2].parameters()), torch.optim.AdamW(model.parameters())]
     assert optimizer_in_use(model, "adam") is optimizers[1]
     assert optimizer_in_use(model, optimizers[0]) is optimizers[0]  # what is given is not doubted
+    unknown = Unknown(other[1].parameters())
+    assert optimizer_in_use(other[1], "adam") == "adam"
+    del unknown
     around = Around(optimizers[1])
-    assert optimizer_in_use(model, "adam") in (around, optimizers[1])
+    assert optimizer_in_use(model, "adam") is optimizers[1]
     optimizers.append(torch.optim.SGD(model[1].parameters()))  # beside the other, or in its place?
     assert optimizer_in_use(model, "adam") == "adam"
     assert optimizer_in_use(model[1], "adam") == "adam"

@@ -119,23 +119,25 @@ def optimizer_in_use(model: nn.Module, given: Optimizer) -> Optimizer:
 
     Its state is on the device by then, and would count once more as that of the kind. There is doubt where several
     optimizers have parameters of the model: some may be left from before, or have yet to make their state. One that
-    stands around another has the same groups of parameters, and is the same.
+    stands around another, and shows what that has, does not count.
     """
     if isinstance(given, torch.optim.Optimizer):
         return given
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    found: dict[frozenset[int], tuple[torch.optim.Optimizer, set[int]]] = {}
+    found: list[tuple[torch.optim.Optimizer, set[int]]] = []
     for each in gc.get_objects():
         if issubclass(type(each), torch.optim.Optimizer):
-            groups = getattr(each, "param_groups", ())
+            groups = vars(each).get("param_groups", ())
             held = {id(parameter) for group in groups for parameter in group["params"]}
             if held & trained:
-                found[frozenset(map(id, groups))] = each, held
-    if len(found) == 1:
-        ((optimizer, held),) = found.values()
-        if trained <= held:
-            return optimizer
-    return given
+                found.append((each, held))
+    if len(found) != 1 or not trained <= found[0][1]:
+        return given
+    try:
+        optimizer_state_bytes(found[0][0], model.parameters())
+    except CaptureError:  # it has made no state for some of them, and nobody can say how much that will be
+        return given
+    return found[0][0]
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:
@@ -152,7 +154,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     try:
         tiny = type(optimizer)([trial], **settings)
         tiny.step()
-    except (TypeError, RuntimeError, ValueError):
+    except (TypeError, RuntimeError, ValueError, AttributeError):
         raise CaptureError(
             f"what {type(optimizer).__name__} keeps for each parameter cannot be found out before its first step; "
             "measure after a step, or name a kind of optimizer"
