@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 import pytest
 import torch
 import torch._dynamo
@@ -10,6 +13,9 @@ from torch import nn
 
 import lowtide
 from lowtide import Forward
+from lowtide.runtime import measure_figures
+from lowtide.runtime.compiled import _compiled_function
+from lowtide.runtime.measure_time import Timing
 from lowtide.runtime.modes import Modes
 
 WIDTH, DEPTH = 16, 6
@@ -66,17 +72,27 @@ def one_step(model: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind():
+    """Other tests count all live tensors."""
+    yield
+    _compiled_function.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+
+
 @pytest.mark.parametrize(
     ("share", "changes"), [(0.3, [freeze, unfreeze]), (0.3, [switch_off, switch_on]), (0.0, [switch_on, switch_off])]
 )
-def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes):
+def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes, monkeypatch):
+    # variants, which are measured after the stage itself, are quicker: they are preferred under any budget
+    order = itertools.count(1)
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
     x = torch.randn(64, WIDTH)
     torch.manual_seed(0)
     model = Net(share)
     options = {"strategy": "rotor", "bandwidth": 0, "optimizer": "sgd", "compile_stages": BACKEND}
-    with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
-        lowtide.fit(model, x, memory_budget=1, **options)
-    plan = lowtide.fit(model, x, memory_budget=int(1.3 * refusal.value.minimum_bytes), **options)
+    plan = lowtide.fit(model, x, memory_budget="1GiB", **options)
     assert any(op.variant for op in plan.schedule.operations if isinstance(op, Forward))
     torch.manual_seed(0)
     plain = Net(share)
