@@ -106,6 +106,27 @@ def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes
     plan.detach()
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_variants_of_a_plan_from_a_file_are_used_whatever_mode_the_model_was_in(mode, monkeypatch, tmp_path):
+    order = itertools.count(1)
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+    x, options = torch.randn(64, WIDTH), {"strategy": "rotor", "bandwidth": 0, "compile_stages": BACKEND}
+    with lowtide.fit(Net(0.3), x, memory_budget="1GiB", **options) as plan:
+        plan.save(tmp_path / "plan.json")
+    model, used = Net(0.3), []
+    getattr(model, mode)()
+    loaded = lowtide.load_plan(tmp_path / "plan.json", model)
+    assert model.training == (mode == "train")
+    monkeypatch.setattr(
+        Modes, "are_as_then", lambda modes, block, asked=Modes.are_as_then: used.append(asked(modes, block)) or used[-1]
+    )
+    model.train()
+    model(x).backward()
+    assert used
+    assert all(used)
+    loaded.detach()
+
+
 def test_modes_of_a_block():
     block = Block(0.1)
     modes = Modes(block)

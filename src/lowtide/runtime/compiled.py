@@ -27,7 +27,7 @@ from torch import nn
 
 from lowtide.errors import PlanError, shown
 from lowtide.runtime.compiled_loss import CompiledLoss
-from lowtide.runtime.modes import Modes, hooks_of
+from lowtide.runtime.modes import Modes, hooks_of, in_training
 from lowtide.runtime.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -223,7 +223,8 @@ class Compilation:
 
     def of(self, model: nn.Module, split: Split) -> CompiledStages:
         """The stages of a model, compiled and in place."""
-        return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
+        with in_training(model):  # a plan may be read from a file before the model is put into that mode
+            return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data.

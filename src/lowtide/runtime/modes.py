@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -37,6 +38,21 @@ class Modes:
             values = vars(each)
             for name in names:
                 yield values.get(name) == 0.0  # a dropout that begins, or ends
+
+
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """A model that is in `eval()` in training mode within the block, as plans are made and steps are run."""
+    if model.training:
+        yield
+        return
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def _names_of_floats(module: nn.Module) -> list[str]:
