@@ -108,7 +108,7 @@ def fit(
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
-        >>> with fit(model, torch.zeros(256, 64), memory_budget="2MiB", bandwidth=0) as plan:
+        >>> with fit(model, torch.zeros(256, 64), memory_budget="1GiB", bandwidth=0) as plan:
         ...     model(torch.zeros(256, 64)).sum().backward()
     """
     check_is_model(model)
