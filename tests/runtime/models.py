@@ -110,3 +110,15 @@ class TangleBlock(nn.Module):
 def tangle(width: int = WIDTH, depth: int = 3) -> Tangle:
     torch.manual_seed(0)
     return Tangle(width, depth)
+
+
+class Widening(nn.Module):
+    """A transformer's MLP: what it saves is several times its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))

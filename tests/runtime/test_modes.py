@@ -81,13 +81,18 @@ def _nothing_left_behind():
     gc.collect()
 
 
+@pytest.fixture
+def quick_variants(monkeypatch):
+    """Variants, which are measured after the stage itself, are quicker: they are preferred under any budget."""
+    order = itertools.count(1)
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+
+
 @pytest.mark.parametrize(
     ("share", "changes"), [(0.3, [freeze, unfreeze]), (0.3, [switch_off, switch_on]), (0.0, [switch_on, switch_off])]
 )
-def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes, monkeypatch):
-    # variants, which are measured after the stage itself, are quicker: they are preferred under any budget
-    order = itertools.count(1)
-    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+@pytest.mark.usefixtures("quick_variants")
+def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes):
     x = torch.randn(64, WIDTH)
     torch.manual_seed(0)
     model = Net(share)
@@ -107,9 +112,8 @@ def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.usefixtures("quick_variants")
 def test_variants_of_a_plan_from_a_file_are_used_whatever_mode_the_model_was_in(mode, monkeypatch, tmp_path):
-    order = itertools.count(1)
-    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
     x, options = torch.randn(64, WIDTH), {"strategy": "rotor", "bandwidth": 0, "compile_stages": BACKEND}
     with lowtide.fit(Net(0.3), x, memory_budget="1GiB", **options) as plan:
         plan.save(tmp_path / "plan.json")

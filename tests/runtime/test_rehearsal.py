@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.runtime import models
 from tests.runtime.training import batches
 from torch import nn
 
@@ -190,20 +191,7 @@ def test_copies_of_buffers_for_afterwards_do_not_count():
 
 
 def test_the_least_is_enough_where_weights_take_most():
-    model, x = nn.Sequential(*(Widening(16) for _ in range(6)), nn.Linear(16, 4)), torch.zeros(8, 16)
+    model, x = nn.Sequential(*(models.Widening(16) for _ in range(6)), nn.Linear(16, 4)), torch.zeros(8, 16)
     with pytest.raises(lowtide.InfeasibleBudgetError, match="by themselves") as refusal:
         lowtide.fit(model, x, memory_budget=1, bandwidth=0)
     lowtide.fit(model, x, memory_budget=refusal.value.minimum_bytes, bandwidth=0).detach()
-
-
-class Widening(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.runtime import models
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
@@ -27,19 +28,6 @@ OPTIONS = {"bandwidth": 0, "strategy": "rotor", "optimizer": "adam"}
 COMPILE = {"compile_stages": {"backend": "aot_eager"}, "variants": False}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
-
-
 class Narrow(nn.Module):
     """Fails on batches of 300."""
 
@@ -51,7 +39,7 @@ class Narrow(nn.Module):
 
 def deep(depth: int = 6) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Narrow(), *(Block(SHAPE[1]) for _ in range(depth)))
+    return nn.Sequential(Narrow(), *(models.Widening(SHAPE[1]) for _ in range(depth)))
 
 
 def leanest(model: nn.Module, x: torch.Tensor, share: float = 1.0, **options) -> lowtide.Plan:
@@ -190,9 +178,6 @@ def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next(mad
 
 class Unknown(torch.optim.SGD):
     """Cannot be tried out."""
-
-    def __init__(self, parameters, *, needed=None) -> None:
-        super().__init__(parameters)
 
     def step(self, closure=None):
         raise RuntimeError("not yet")
