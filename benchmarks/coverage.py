@@ -26,13 +26,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is determi
 
 import torch
 from benchmarks import harness
+from benchmarks.gradient_check import check_gradients, plain_spread
 from benchmarks.refusing import Parser, refuse, seconds_above_0, usable_file
 from torch import nn
 
 from lowtide import LowtideError
-from lowtide.runtime import measure_time
-from lowtide.runtime.capture_check import check_gradients, plain_spread
-from lowtide.runtime.measure import capture_and_measure
+from lowtide.runtime.measure import timing as measure_time
+from lowtide.runtime.measure.measure import capture_and_measure
 
 Made = tuple[nn.Module, Any]
 

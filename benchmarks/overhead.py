@@ -20,8 +20,8 @@ from benchmarks.refusing import Parser, count
 from torch import nn
 
 import lowtide
-from lowtide.runtime.capture import capture
-from lowtide.runtime.measure import measure_split
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.measure.measure import measure_split
 from lowtide.zoo import make
 
 NUM_WARM = 3

@@ -16,7 +16,7 @@ from benchmarks.refusing import refuse_unless_chosen
 from torch import nn
 
 import lowtide
-from lowtide.runtime import measure_time
+from lowtide.runtime.measure import timing as measure_time
 from lowtide.runtime.meter import Meter
 from lowtide.units import parse_bytes
 

@@ -44,11 +44,11 @@ from benchmarks.refusing import (
 from torch import nn
 
 import lowtide
-from lowtide.runtime import planning
-from lowtide.runtime.compiled import Compilation
-from lowtide.runtime.sample import Sample
-from lowtide.runtime.solving import Settings
-from lowtide.runtime.split import Split
+from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.fitting import planning
+from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.model.split import Split
 
 # lowtide's further budgets, as shares of plain training's peak.
 SHARES = (0.6, 0.4)

@@ -25,10 +25,10 @@ from benchmarks.refusing import Parser, refuse_unless_chosen, usable_file
 from torch import nn
 
 import lowtide
-from lowtide.runtime.bandwidth import measured_bandwidth
-from lowtide.runtime.capture import capture
-from lowtide.runtime.compiled import CompiledStages
-from lowtide.runtime.measure import capture_and_measure, measure_split
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.compile.compiled import CompiledStages
+from lowtide.runtime.measure.measure import capture_and_measure, measure_split
+from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.units import format_bytes, format_seconds
 from lowtide.zoo import make
 

@@ -29,7 +29,7 @@ from benchmarks.refusing import Parser, refuse_unless_chosen
 from torch import nn
 
 import lowtide
-from lowtide.runtime.measure import capture_and_measure
+from lowtide.runtime.measure.measure import capture_and_measure
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -29,10 +29,10 @@ from benchmarks.variant_picture import WHOLE, draw
 from torch import nn
 
 import lowtide
-from lowtide.runtime.capture import capture
-from lowtide.runtime.compiled import DEFAULT_BUDGETS, CompiledStages
-from lowtide.runtime.measure import measure_split
-from lowtide.runtime.split import Split
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, CompiledStages
+from lowtide.runtime.measure.measure import measure_split
+from lowtide.runtime.model.split import Split
 from lowtide.schedule import Forward
 
 RESULTS = Path(__file__).parent / "results"

@@ -21,9 +21,9 @@ from torch import nn
 
 import lowtide
 from lowtide import zoo
-from lowtide.runtime.measure import capture_and_measure
-from lowtide.runtime.solving import solved_for_executor
-from lowtide.runtime.split import Split
+from lowtide.runtime.fitting.solving import solved_for_executor
+from lowtide.runtime.measure.measure import capture_and_measure
+from lowtide.runtime.model.split import Split
 
 # What a schedule takes on a GPU before it has been timed: attaching, warming up, some steps.
 GUESS_SECONDS = 3.0

@@ -2,9 +2,9 @@ import dataclasses
 import json
 
 import pytest
-from tests.strategies.test_weight_relaxation import tiny_problem
 from tests.strategies.weight_brute_force import fastest_period
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
+from tests.strategies.weights.test_relaxation import tiny_problem
 
 from lowtide import (
     Backward,
@@ -21,9 +21,9 @@ from lowtide import (
     solve,
 )
 from lowtide.cli import main
-from lowtide.strategies.weight_periods import cyclic_schedule, period_of
-from lowtide.strategies.weight_relaxation import relaxation_of
-from lowtide.strategies.weights_bound import program_of
+from lowtide.strategies.weights.bound import program_of
+from lowtide.strategies.weights.periods import cyclic_schedule, period_of
+from lowtide.strategies.weights.relaxation import relaxation_of
 
 
 @pytest.mark.parametrize("model", ["paper", "lists"])

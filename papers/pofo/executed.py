@@ -25,8 +25,8 @@ import torch
 from benchmarks.refusing import Parser
 
 import lowtide
-from lowtide.runtime.bandwidth import measured_bandwidth
-from lowtide.runtime.solving import host_bytes
+from lowtide.runtime.fitting.solving import host_bytes
+from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.units import format_bytes
 from papers.execution import GUESS_SECONDS, Network, Paper, Run, add_arguments
 from papers.pofo.experiment import FINE, memory_range, slots_of

@@ -26,8 +26,8 @@ from benchmarks.refusing import Parser, refuse_unless_chosen
 from torch import nn
 
 import lowtide
-from lowtide.runtime.measure import capture_and_measure
-from lowtide.strategies.checkpoint_schedule import checkpoint_schedule
+from lowtide.runtime.measure.measure import capture_and_measure
+from lowtide.strategies.checkpoints.schedule import checkpoint_schedule
 from papers.selection.networks import FIGURE_5_SET, NARROW, PAPER_SETS, checkpoint_sets, make, sizes_of
 from papers.selection.phases import Phase, mean_error, measured_phases, predicted_phases
 from papers.selection.results import Figure, Row, draw, report_lines

@@ -15,7 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.split import Split
+from lowtide.runtime.model.split import Split
 
 
 @dataclass

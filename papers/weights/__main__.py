@@ -21,7 +21,7 @@ from rich.progress import Progress
 import lowtide
 from lowtide.solve import Solution
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.improve_weights import improve, is_close
+from lowtide.strategies.weights.improve import improve, is_close
 from papers.weights import instances
 from papers.weights.instances import BANDWIDTHS, FIGURE_4, GIGABYTE_A_SECOND, TABLE_1, Row
 

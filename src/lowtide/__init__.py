@@ -36,20 +36,20 @@ from lowtide.solve import Solution, solve
 from lowtide.trace import Trace
 
 if TYPE_CHECKING:
-    from lowtide.runtime.attach import attach
-    from lowtide.runtime.executor import is_recomputing
-    from lowtide.runtime.fit import fit, load_plan
-    from lowtide.runtime.measure import measure
-    from lowtide.runtime.plan import Plan
+    from lowtide.runtime.execute.executor import is_recomputing
+    from lowtide.runtime.fitting.fit import fit, load_plan
+    from lowtide.runtime.measure.measure import measure
+    from lowtide.runtime.plan.attach import attach
+    from lowtide.runtime.plan.plan import Plan
 
 # What imports torch is imported when it is first used.
 _LAZY = {
-    "Plan": "lowtide.runtime.plan",
-    "attach": "lowtide.runtime.attach",
-    "fit": "lowtide.runtime.fit",
-    "is_recomputing": "lowtide.runtime.executor",
-    "measure": "lowtide.runtime.measure",
-    "load_plan": "lowtide.runtime.fit",
+    "Plan": "lowtide.runtime.plan.plan",
+    "attach": "lowtide.runtime.plan.attach",
+    "fit": "lowtide.runtime.fitting.fit",
+    "is_recomputing": "lowtide.runtime.execute.executor",
+    "measure": "lowtide.runtime.measure.measure",
+    "load_plan": "lowtide.runtime.fitting.fit",
 }
 
 __version__ = "0.1.0"

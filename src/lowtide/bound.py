@@ -78,7 +78,7 @@ def bound(
     begin = time.perf_counter()
     chain, budget, rate = as_chain(chain), parse_bytes(memory_budget), parse_bandwidth(bandwidth)
     _check(chain, rate, time_limit, gap, model)
-    from lowtide.strategies.weight_periods import period_of  # scipy comes with it
+    from lowtide.strategies.weights.periods import period_of  # scipy comes with it
 
     period = period_of(chain)
     if budget < period.least_bytes:
@@ -87,8 +87,8 @@ def bound(
             f"({period.least_bytes} bytes) that chain {chain.name!r} needs with its weights moved; raise it",
             minimum_bytes=period.least_bytes,
         )
-    from lowtide.strategies.weight_relaxation import Relaxation, relaxation_of, relaxed_seconds
-    from lowtide.strategies.weights_bound import program_of
+    from lowtide.strategies.weights.bound import program_of
+    from lowtide.strategies.weights.relaxation import Relaxation, relaxation_of, relaxed_seconds
 
     formulations: list[Callable[..., Relaxation]] = [relaxation_of]
     if chain.num_stages <= _LARGEST_NUM_STAGES_BY_WEIGHT:

@@ -15,11 +15,11 @@ from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
-from lowtide.strategies.compiling import announce_compilation
+from lowtide.strategies.numerics.compiling import announce_compilation
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.strategies.nested_table import Table
+    from lowtide.strategies.nested.table import Table
 
 # Enough for a curve without visible corners; a schedule of 100 stages is read off and simulated in a few milliseconds.
 DEFAULT_NUM_POINTS = 60
@@ -119,8 +119,8 @@ def frontier(
         >>> [(point.memory_bytes, point.seconds) for point in frontier(chain).points]
         [(70, 12.0), (80, 11.0), (110, 10.0), (140, 9.0)]
     """
-    from lowtide.strategies.nested import costs_of
-    from lowtide.strategies.nested_table import Table, least_memory
+    from lowtide.strategies.nested.costs import costs_of
+    from lowtide.strategies.nested.table import Table, least_memory
     from lowtide.strategies.slots import default_num_slots
 
     if num_points < 2:
@@ -152,7 +152,7 @@ def _budgets(table: Table, least: int, most: int, num_points: int) -> list[int]:
 
 def _point(chain: Chain, table: Table, budget: int) -> FrontierPoint:
     """The schedule for a budget, simulated."""
-    from lowtide.strategies.nested import operations_of
+    from lowtide.strategies.nested.costs import operations_of
 
     decisions, _ = table.decisions(budget - _outside(chain))
     operations = operations_of(table.costs, decisions)
@@ -171,7 +171,7 @@ def _falling(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 
 def _outside(chain: Chain) -> int:
-    from lowtide.strategies.nested import outside_bytes
+    from lowtide.strategies.nested.costs import outside_bytes
 
     return outside_bytes(chain)
 

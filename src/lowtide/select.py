@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.errors import SizesError, StrategyError, shown
 from lowtide.files import read_json
-from lowtide.strategies.checkpoint_sets import Algorithm, select_dynamic, select_static
+from lowtide.strategies.checkpoints.sets import Algorithm, select_dynamic, select_static
 
 Model = Literal["static", "dynamic"]
 

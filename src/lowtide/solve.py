@@ -222,7 +222,7 @@ def _improved(
     moving: tuple[Entry, Answer, Trace], best: tuple[Entry, Answer, Trace], problem: Problem
 ) -> tuple[Entry, Answer, Trace]:
     """The best so far, or the answer that moves weights, improved until it is faster."""
-    from lowtide.strategies.improve_weights import improve, is_close
+    from lowtide.strategies.weights.improve import improve, is_close
 
     entry, answer, trace = moving
     hopeless = (answer.lower_bound_seconds or 0.0) >= best[2].seconds
@@ -240,7 +240,7 @@ def _with_better_moves(
     others: list[tuple[Entry, Answer, Trace]], best: tuple[Entry, Answer, Trace], problem: Problem
 ) -> tuple[Entry, Answer, Trace]:
     """The best so far, or one of the fastest answers with a better choice of activations to move."""
-    from lowtide.strategies.improve import improve
+    from lowtide.strategies.copies.improve import improve
 
     for entry, answer, _ in sorted(others, key=lambda other: other[2].seconds)[:_NUM_IMPROVED]:
         schedule = improve(problem, answer.schedule)

@@ -7,7 +7,7 @@ from benchmarks import variant_picture, variants
 from benchmarks.peer_claim import Row
 
 import lowtide
-from lowtide.runtime.measure import measure_split
+from lowtide.runtime.measure.measure import measure_split
 
 
 def as_if_equally_quick(*args, **kwargs) -> lowtide.Chain:

@@ -52,8 +52,8 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr("lowtide.runtime.measure_time._FEWEST_RUNS", 1)
-    monkeypatch.setattr("lowtide.runtime.measure_time._MOST_RUNS", 1)
+    monkeypatch.setattr("lowtide.runtime.measure.timing._FEWEST_RUNS", 1)
+    monkeypatch.setattr("lowtide.runtime.measure.timing._MOST_RUNS", 1)
 
 
 def test_a_network_of_the_zoo(tmp_path, capsys):

@@ -13,14 +13,14 @@ import math
 import pytest
 import torch
 from tests.runtime import models
+from tests.runtime.plan.test_living_with_others import mixed, offloading, recomputing
 from tests.runtime.schedules import random_schedule
-from tests.runtime.test_living_with_others import mixed, offloading, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
 import lowtide
 from lowtide import Backward, Forward, Offload, Prefetch, Release, Schedule
-from lowtide.runtime.pinned_tier import PinnedTier
+from lowtide.runtime.transfer.pinned_tier import PinnedTier
 from lowtide.zoo import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.gradient_check import check_gradients, plain_noise
 
 import lowtide
 from lowtide import zoo
-from lowtide.runtime.capture import capture
-from lowtide.runtime.capture_check import check_gradients, plain_noise
-from lowtide.runtime.measure_backward import wait_for_autograd
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.measure.backward import wait_for_autograd
 from lowtide.runtime.meter import Meter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

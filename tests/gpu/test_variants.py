@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Forward
-from lowtide.runtime import compiled_loss
+from lowtide.runtime.compile import loss as compiled_loss
 from lowtide.zoo import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

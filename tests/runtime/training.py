@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.runtime.containers import tensors_of
+from lowtide.runtime.model.containers import tensors_of
 
 
 def batches(shape: tuple[int, ...], num_steps: int, *, device: str = "cpu") -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from tests.search import nested_schedules
 
 from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Stage, simulate, solve
 from lowtide.strategies.autocapper import capped
-from lowtide.strategies.transfers import Profile
+from lowtide.strategies.copies.gaps import Profile
 
 
 def minimum(chain: Chain, strategy: str, bandwidth: int) -> int:

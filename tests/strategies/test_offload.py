@@ -7,8 +7,8 @@ import pytest
 from tests.chains import random_chains
 
 from lowtide import Chain, Stage, solve
-from lowtide.strategies.conversion import once_each
-from lowtide.strategies.transfers import Profile
+from lowtide.strategies.continuous.conversion import once_each
+from lowtide.strategies.copies.gaps import Profile
 
 # A local search ends 14 % above the best choice here: two values would have to change places with one.
 SIX = Chain(

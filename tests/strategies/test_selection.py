@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from lowtide import Chain, InfeasibleBudgetError, Stage, simulate, solve
-from lowtide.strategies import checkpoint_sets
-from lowtide.strategies.checkpoint_schedule import checkpoint_schedule
+from lowtide.strategies.checkpoints import sets as checkpoint_sets
+from lowtide.strategies.checkpoints.schedule import checkpoint_schedule
 from lowtide.strategies.dynamic_selection import least_peak
 
 NAMES = ("selection", "dynamic-selection")

@@ -2,14 +2,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tests.strategies.test_weight_relaxation import tiny_problem
 from tests.strategies.weight_brute_force import fastest_period
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
+from tests.strategies.weights.test_relaxation import tiny_problem
 
 from lowtide import Chain, InfeasibleBudgetError, Offload, Prefetch, Release, Stage, StrategyError, simulate, solve
-from lowtide.strategies.weight_periods import cyclic_schedule, period_of, without_vain_copies
-from lowtide.strategies.weight_selection import choices_of, select_greedily
-from lowtide.strategies.weight_transfers import place
+from lowtide.strategies.weights.choices import choices_of, select_greedily
+from lowtide.strategies.weights.periods import cyclic_schedule, period_of, without_vain_copies
+from lowtide.strategies.weights.transfers import place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "chains"
 GREEDY, NODISCOUNT = "weights-greedy", "weights-greedy-nodiscount"

@@ -4,7 +4,7 @@ import pytest
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
 
 from lowtide import InfeasibleBudgetError, StrategyError, simulate, solve
-from lowtide.strategies.weight_periods import period_of
+from lowtide.strategies.weights.periods import period_of
 
 LARGE = 2**60
 

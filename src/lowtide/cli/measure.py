@@ -107,7 +107,7 @@ def command(
         check_can_write(output)
     with output_of_others_aside():
         model, sample, name = _made(target, {k: v for k, v in sizes.items() if v is not None}, dtype, device)
-    from lowtide.runtime.measure import measure
+    from lowtide.runtime.measure.measure import measure
 
     try:
         with output_of_others_aside(), DelayedProgress() as progress:
@@ -202,7 +202,7 @@ def _check_runs(target: str, model: nn.Module, sample: Any) -> None:
     """Where measuring failed: say so if the network does not run on its sample by itself, either."""
     import torch
 
-    from lowtide.runtime.sample import Sample
+    from lowtide.runtime.model.sample import Sample
 
     try:
         with torch.no_grad():

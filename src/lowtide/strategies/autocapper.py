@@ -8,11 +8,11 @@ import numpy as np
 
 from lowtide.schedule import Backward, Forward, Schedule
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
-from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.nested_table import Table, least_memory
+from lowtide.strategies.copies.gaps import Placement, Profile
+from lowtide.strategies.nested.costs import costs_of, operations_of, outside_bytes
+from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested.table import Table, least_memory
 from lowtide.strategies.slots import default_num_slots
-from lowtide.strategies.transfers import Placement, Profile
 
 Order = tuple[Forward | Backward, ...]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Schedule
-from lowtide.strategies.compiling import announce_compilation
+from lowtide.strategies.numerics.compiling import announce_compilation
 from lowtide.units import format_bytes
 
 

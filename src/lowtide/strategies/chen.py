@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.segmented import Starts, fastest_that_fits, least_peak_bytes
+from lowtide.strategies.checkpoints.segmented import Starts, fastest_that_fits, least_peak_bytes
 
 # How many budgets are tried for each doubling.
 _STEPS_PER_DOUBLING = 8

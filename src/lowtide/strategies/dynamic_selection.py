@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.checkpoint_schedule import planned
-from lowtide.strategies.checkpoint_sets import listed, prepared
+from lowtide.strategies.checkpoints.schedule import planned
+from lowtide.strategies.checkpoints.sets import listed, prepared
 
 
 @dataclass(frozen=True, slots=True)

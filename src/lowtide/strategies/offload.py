@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import fastest, offloaded_plans, once_each
-from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS
+from lowtide.strategies.continuous.conversion import fastest, offloaded_plans, once_each
+from lowtide.strategies.continuous.search import DEFAULT_NUM_SLOTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.schedule import Backward, Forward, Schedule, Value
-from lowtide.strategies.arrays import ChainArrays, arrays_of
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.nested import Costs, costs_of, operations_of
-from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.nested_table import Least, Table, least_memory
+from lowtide.strategies.copies.gaps import Profile
+from lowtide.strategies.nested.costs import Costs, costs_of, operations_of
+from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested.table import Least, Table, least_memory
+from lowtide.strategies.numerics.arrays import ChainArrays, arrays_of
 from lowtide.strategies.slots import default_num_slots
-from lowtide.strategies.transfers import Profile
 
 Computation = Forward | Backward
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.conversion import converted_plans, fastest, offloaded_plans, once_each
-from lowtide.strategies.nested import costs_of, operations_of, outside_bytes
-from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
-from lowtide.strategies.nested_table import Table, least_memory
-from lowtide.strategies.pofo_search import DEFAULT_NUM_SLOTS, ContinuousModel
+from lowtide.strategies.continuous.conversion import converted_plans, fastest, offloaded_plans, once_each
+from lowtide.strategies.continuous.search import DEFAULT_NUM_SLOTS, ContinuousModel
+from lowtide.strategies.copies.gaps import Placement, Profile
+from lowtide.strategies.nested.costs import costs_of, operations_of, outside_bytes
+from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested.table import Table, least_memory
 from lowtide.strategies.slots import default_num_slots
-from lowtide.strategies.transfers import Placement, Profile
 
 
 @dataclass(frozen=True, slots=True)

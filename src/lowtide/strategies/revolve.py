@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.nested import Costs, costs_of
-from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested.costs import Costs, costs_of
+from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.nested import costs_of
-from lowtide.strategies.nested_plan import nested_minimum_bytes, plan_nested
+from lowtide.strategies.nested.costs import costs_of
+from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import StrategyError
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.segmented import Starts, fastest_that_fits, least_peak_bytes
+from lowtide.strategies.checkpoints.segmented import Starts, fastest_that_fits, least_peak_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.checkpoint_schedule import checkpoint_schedule, planned
-from lowtide.strategies.checkpoint_sets import select_static
+from lowtide.strategies.checkpoints.schedule import checkpoint_schedule, planned
+from lowtide.strategies.checkpoints.sets import select_static
 
 
 @dataclass(frozen=True, slots=True)

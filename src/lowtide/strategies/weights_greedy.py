@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule, without_vain_copies
-from lowtide.strategies.weight_relaxation import relaxed_seconds
-from lowtide.strategies.weight_selection import Choice, choices_of, select_greedily, typical_bytes
-from lowtide.strategies.weight_transfers import Placed, place
+from lowtide.strategies.weights.choices import Choice, choices_of, select_greedily, typical_bytes
+from lowtide.strategies.weights.periods import Period, checked_period, cyclic_schedule, without_vain_copies
+from lowtide.strategies.weights.relaxation import relaxed_seconds
+from lowtide.strategies.weights.transfers import Placed, place
 
 # Reserves tried, in typical weights. About two are on their way at a time, one out and one in; at low bandwidths and
 # with uneven weights more can pay, and with very little memory none is to be had.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from lowtide.schedule import Kind, Offload, Operation, Prefetch, Release
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.weight_periods import Period, checked_period, cyclic_schedule
-from lowtide.strategies.weight_relaxation import relaxed_seconds
+from lowtide.strategies.weights.periods import Period, checked_period, cyclic_schedule
+from lowtide.strategies.weights.relaxation import relaxed_seconds
 
 _NAME = "weights-l2l"
 

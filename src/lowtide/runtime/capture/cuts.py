@@ -1,0 +1,330 @@
+"""Where to cut a watched forward into stages: pure reckoning on an `Observation`.
+
+A cut lies at the beginning or the end of a submodule's call; all calls around it are then *opened*, their own code
+becomes glue. What crosses a cut is the memory that was made before it and is read after it. A cut is possible where
+
+- nothing that crosses is written in place afterwards, and
+- whatever crosses was returned by the call that made it (not left in an attribute or a caller's list).
+
+Of the possible cuts those are taken between which exactly one activation passes: no two neighbouring cuts are crossed
+by the same memory, except by what is *held* for the whole chain. Small tensors without gradients (masks, tables) are
+held as a matter of course; others (an encoder's output, a position bias, the features of a dense block) are held where
+a large stage cannot be cut otherwise, within a few percent of all bytes. Where that does not help, several activations
+may pass together (two streams that run side by side).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lowtide.runtime.capture.watch import NEVER, Observation
+
+# Held tensors may take this share of what the forward saves; T5, BART, DeBERTa and DenseNet need less.
+LARGEST_HELD_SHARE = 0.05
+# And this share of the stage that is cut by holding them.
+_LARGEST_LOCAL_SHARE = 0.10
+# A stage below this share of the bytes is fine enough; nothing is held for the sake of cutting it further.
+_SMALL_STAGE_SHARE = 0.10
+# A held byte must buy this many bytes off the largest stage: it stays all the time, a stage is there now and then.
+_HELD_PRICE = 8
+# A tensor without gradients up to this share of the bytes is held without further thought.
+_FREE_HELD_SHARE = 0.01
+# Stages whose bytes are together below this share are not worth a cut.
+_TINY_STAGE_SHARE = 1e-3
+# What a byte of an output that nothing saves costs beside a byte of a stage, in the sum of squares.
+_LOST_PRICE = 4
+# How many activations may pass together where a large stage cannot be cut otherwise: HRNet has four streams.
+_MOST_TOGETHER = 4
+# How many earlier cuts are tried as a stage's beginning, beyond the nearest possible one.
+_LOOK_BACK = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place where the forward can be cut."""
+
+    position: int
+    """Before this tick of the clock."""
+    call: int
+    at_entry: bool
+    """At the beginning of that call, after the glue before it; else at its end, before the glue after it."""
+    depth: int
+    """How many calls are opened by it."""
+    crossing: frozenset[int]
+    """Serial numbers of the memory that crosses."""
+    last_unit_entered: int
+    """When the last call that ends before the cut began: a stage needs one."""
+
+
+@dataclass(slots=True)
+class Cuts:
+    """A choice of cuts, in order, and what is held for it."""
+
+    chosen: list[Cut]
+    held: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """An observation's bytes, looked up by time."""
+
+    def __init__(self, observation: Observation) -> None:
+        self.observation = observation
+        made = [memory for memory in observation.memories if memory.role == "made"]
+        self._saved = _Sums((m.made, m.num_bytes) for m in made if m.saved)
+
+    @property
+    def total_bytes(self) -> int:
+        """All that the forward saves, each storage once."""
+        return self._saved.total
+
+    def saved_bytes(self, start: int, end: int) -> int:
+        """What is made from tick `start` on and before tick `end`, and saved at some time."""
+        return self._saved.between(start, end)
+
+    def lost_bytes(self, serials: Iterable[int]) -> int:
+        """What of some memory nothing saves: a stage that ends there keeps it, plain training does not."""
+        memories = self.observation.memories
+        return sum(memories[serial].num_bytes for serial in serials if not memories[serial].saved)
+
+    def num_bytes(self, serials: Iterable[int]) -> int:
+        """The bytes of some memory."""
+        return sum(self.observation.memories[serial].num_bytes for serial in serials)
+
+    def differentiable(self, serials: Iterable[int]) -> int:
+        """Through how many of these gradients flow."""
+        return sum(self.observation.memories[serial].differentiable for serial in serials)
+
+
+class _Sums:
+    """Bytes summed over time."""
+
+    def __init__(self, entries: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(entries)
+        self._ticks = [tick for tick, _ in ordered]
+        self._sums = list(itertools.accumulate((num_bytes for _, num_bytes in ordered), initial=0))
+
+    @property
+    def total(self) -> int:
+        return self._sums[-1]
+
+    def between(self, start: int, end: int) -> int:
+        return self._sums[bisect.bisect_left(self._ticks, end)] - self._sums[bisect.bisect_left(self._ticks, start)]
+
+
+def possible_cuts(observation: Observation, closed: frozenset[str] = frozenset()) -> list[Cut]:
+    """All possible cuts, in order; of those with no operation between them the one that opens the fewest calls."""
+    return [
+        cut
+        for cut in nearest_cuts(observation, _boundaries(observation, closed))
+        if reason_against(observation, cut) is None
+    ]
+
+
+def nearest_cuts(observation: Observation, boundaries: Sequence[tuple[int, int, bool]]) -> list[Cut]:
+    """Cuts at `boundaries` (position, call, at entry), one for each place in the sequence of operations."""
+    ticks = [tick for tick, _ in observation.operations]
+    groups: dict[int, tuple[int, int, bool]] = {}
+    for boundary in boundaries:
+        place = bisect.bisect_left(ticks, boundary[0])
+        best = groups.get(place)
+        if best is None or observation.calls[boundary[1]].depth < observation.calls[best[1]].depth:
+            groups[place] = boundary
+    return _with_crossings(observation, [groups[place] for place in sorted(groups)])
+
+
+def _boundaries(observation: Observation, closed: frozenset[str]) -> list[tuple[int, int, bool]]:
+    found = []
+    for call in observation.calls:
+        around = [observation.calls[index] for index in _around(observation, call.parent)]
+        if not around or any(other.opaque or other.path in closed for other in around):
+            continue
+        found.append((call.entered, call.index, True))
+        found.append((call.left + 1, call.index, False))
+    return sorted(found, key=lambda boundary: boundary[0])
+
+
+def _around(observation: Observation, index: int) -> Iterable[int]:
+    """The call and all calls around it, from the inside out."""
+    while index != NEVER:
+        yield index
+        index = observation.calls[index].parent
+
+
+def _with_crossings(observation: Observation, boundaries: list[tuple[int, int, bool]]) -> list[Cut]:
+    made = sorted((m for m in observation.memories if m.role == "made"), key=lambda memory: memory.made)
+    calls = sorted((call for call in observation.calls if call.depth), key=lambda call: call.left)
+    alive: dict[int, int] = {}
+    cuts: list[Cut] = []
+    next_made, next_call, last_entered = 0, 0, NEVER
+    for position, call, at_entry in boundaries:
+        while next_made < len(made) and made[next_made].made < position:
+            alive[made[next_made].serial] = made[next_made].last_read
+            next_made += 1
+        for serial in [serial for serial, last_read in alive.items() if last_read < position]:
+            del alive[serial]
+        while next_call < len(calls) and calls[next_call].left < position:
+            last_entered = max(last_entered, calls[next_call].entered)
+            next_call += 1
+        depth = observation.calls[call].depth
+        cuts.append(Cut(position, call, at_entry, depth, frozenset(alive), last_entered))
+    return [cut for cut in cuts if cut.last_unit_entered != NEVER]
+
+
+def cut_at(observation: Observation, position: int, call: int, *, at_entry: bool) -> Cut:
+    """The cut at one end of a call."""
+    return _with_crossings(observation, [(position, call, at_entry)])[0]
+
+
+def reason_against(observation: Observation, cut: Cut) -> str | None:
+    """Why a cut is impossible; None where it is possible."""
+    for serial in cut.crossing:
+        memory = observation.memories[serial]
+        maker = observation.path(memory.maker)
+        if memory.last_written >= cut.position:
+            return f"a tensor made in {maker} is changed in place after it"
+        outermost = None
+        for index in _around(observation, memory.maker):
+            if NEVER < observation.calls[index].left < cut.position:
+                outermost = observation.calls[index]
+        if outermost is not None and serial not in outermost.outputs:
+            return f"a tensor made in {maker} is used after it but not returned by {observation.path(outermost.index)}"
+    return None
+
+
+def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
+    """The finest useful choice among possible cuts."""
+    ledger = Ledger(observation)
+    held = _held_as_a_matter_of_course(ledger, cuts)
+    whole = (_START, end_of(observation))
+    result = Cuts(_best_chain(ledger, cuts, held, *whole), held)
+    tried: set[tuple[Cut, Cut]] = set()
+    while (large := _largest_stage(ledger, result, whole, tried)) is not None:
+        tried.add(large)
+        _cut_large_stage(ledger, cuts, result, large)
+    result.held = held_by(observation, result.chosen)
+    return result
+
+
+_START = Cut(NEVER, NEVER, True, 0, frozenset(), NEVER)
+
+
+def end_of(observation: Observation) -> Cut:
+    """The end of the forward as a cut: crossed by what the caller reads."""
+    last_entered = max((call.entered for call in observation.calls if call.depth), default=NEVER)
+    read = frozenset(m.serial for m in observation.memories if m.role == "made" and m.last_read >= observation.end)
+    return Cut(observation.end, NEVER, False, 0, read, last_entered)
+
+
+def held_by(observation: Observation, chosen: list[Cut]) -> set[int]:
+    """What crosses more than one cut of a choice, the end included."""
+    counts: dict[int, int] = {}
+    for cut in [*chosen, end_of(observation)]:
+        for serial in cut.crossing:
+            counts[serial] = counts.get(serial, 0) + 1
+    return {serial for serial, count in counts.items() if count > 1}
+
+
+def _held_as_a_matter_of_course(ledger: Ledger, cuts: list[Cut]) -> set[int]:
+    crossing = {serial for cut in cuts for serial in cut.crossing}
+    limit = _FREE_HELD_SHARE * ledger.total_bytes
+    memories = ledger.observation.memories
+    return {s for s in crossing if not memories[s].differentiable and memories[s].num_bytes <= limit}
+
+
+def _best_chain(
+    ledger: Ledger, cuts: list[Cut], held: set[int], left: Cut, right: Cut, most_together: int = 1
+) -> list[Cut]:
+    """The cuts between two others that make the sum of the stages' squared bytes least, no two crossed by the same
+    memory.
+
+    Squares, because many small stages give the solver the most to choose from; a constant for each stage keeps it from
+    making stages of nothing, and so does a price for outputs that nothing saves. Where several activations may pass
+    together, their bytes count too: the narrowest place.
+    """
+    constant = (_TINY_STAGE_SHARE * max(1, ledger.total_bytes)) ** 2
+    inner = [cut for cut in cuts if left.position < cut.position < right.position]
+    row = [left, *(cut for cut in inner if ledger.differentiable(cut.crossing - held) <= most_together), right]
+    passing = [cut.crossing - held for cut in row]
+    price = [_LOST_PRICE * float(ledger.lost_bytes(serials)) ** 2 for serials in passing]
+    if most_together > 1:
+        price = [cost + float(ledger.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
+    cost, before = [0.0], [NEVER]  # of the best chain that ends at each cut of the row
+    for index in range(1, len(row)):
+        best, previous, looked = float("inf"), NEVER, 0
+        for candidate in range(index - 1, -1, -1):
+            no_unit = row[index].last_unit_entered < row[candidate].position
+            if no_unit or cost[candidate] == float("inf") or not passing[candidate].isdisjoint(passing[index]):
+                continue
+            stage_bytes = ledger.saved_bytes(row[candidate].position, row[index].position)
+            if cost[candidate] + float(stage_bytes) ** 2 < best:
+                best, previous = cost[candidate] + float(stage_bytes) ** 2, candidate
+            looked += 1
+            if looked > _LOOK_BACK:
+                break
+        cost.append(best + constant + price[index])
+        before.append(previous)
+    chain: list[Cut] = []
+    index = before[-1]
+    while index > 0:
+        chain.append(row[index])
+        index = before[index]
+    return chain[::-1]
+
+
+def _largest_stage(
+    ledger: Ledger, result: Cuts, whole: tuple[Cut, Cut], tried: set[tuple[Cut, Cut]]
+) -> tuple[Cut, Cut] | None:
+    """The largest stage that is not small and has not been tried."""
+    row = [whole[0], *result.chosen, whole[1]]
+    stages = [pair for pair in itertools.pairwise(row) if pair not in tried]
+    sizes = [ledger.saved_bytes(left.position, right.position) for left, right in stages]
+    if not stages or max(sizes) <= _SMALL_STAGE_SHARE * ledger.total_bytes:
+        return None
+    return stages[sizes.index(max(sizes))]
+
+
+def _cut_large_stage(ledger: Ledger, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
+    """Hold the memory that stands in the way of cutting a large stage, where that pays."""
+    left, right = bounds
+    inner = [cut for cut in cuts if left.position < cut.position < right.position]
+    stage_bytes = ledger.saved_bytes(left.position, right.position)
+    allowed_bytes = min(
+        LARGEST_HELD_SHARE * ledger.total_bytes - ledger.num_bytes(result.held), _LARGEST_LOCAL_SHARE * stage_bytes
+    )
+    held, added_bytes = set(result.held), 0
+    best_score, best_held, best_chain = float(stage_bytes), held, list[Cut]()
+    for serial in _obstacles(ledger, [left, *inner, right], held):
+        num_bytes = ledger.observation.memories[serial].num_bytes
+        if added_bytes + num_bytes > allowed_bytes:
+            continue
+        held, added_bytes = held | {serial}, added_bytes + num_bytes
+        chain = _best_chain(ledger, inner, held, left, right)
+        positions = [left.position, *(cut.position for cut in chain), right.position]
+        largest = max(ledger.saved_bytes(*pair) for pair in itertools.pairwise(positions))
+        if chain and largest + _HELD_PRICE * added_bytes < best_score:
+            best_score, best_held, best_chain = largest + _HELD_PRICE * added_bytes, held, chain
+    if not best_chain:
+        best_chain = _best_chain(ledger, inner, best_held, left, right, _MOST_TOGETHER)
+    result.held = best_held
+    result.chosen = sorted([*result.chosen, *best_chain], key=lambda cut: cut.position)
+
+
+def _obstacles(ledger: Ledger, inner: list[Cut], held: set[int]) -> list[int]:
+    """The memory that stands in the way of cuts, that which stands in the way of most for its bytes first."""
+    spans: dict[int, int] = {}
+    for cut in inner:
+        for serial in cut.crossing - held:
+            spans[serial] = spans.get(serial, 0) + 1
+    score: dict[int, float] = {}
+    for cut in inner:
+        passing = cut.crossing - held
+        if len(passing) < 2:
+            continue
+        edge = min(passing, key=lambda serial: (spans[serial], -serial))
+        for serial in passing - {edge}:
+            score[serial] = score.get(serial, 0.0) + 1 / (len(passing) - 1)
+    memories = ledger.observation.memories
+    return sorted(score, key=lambda serial: -score[serial] / max(1, memories[serial].num_bytes))

@@ -1,0 +1,70 @@
+"""From cuts to units: which calls are run as a whole, and to which side of a cut the glue between them belongs."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from lowtide.runtime.capture.cuts import Cut, Cuts, Ledger, cut_at, held_by, reason_against
+from lowtide.runtime.capture.watch import NEVER, Call, Observation
+
+
+def units_between(observation: Observation, cuts: Sequence[Cut]) -> list[Call]:
+    """The outermost calls that contain no cut, in order."""
+    positions = [cut.position for cut in cuts]
+    units: list[Call] = []
+    last_left = NEVER
+    for call in observation.calls:  # in the order in which they begin
+        contains = bisect.bisect_right(positions, call.left) > bisect.bisect_right(positions, call.entered)
+        if call.depth and not contains and call.entered > last_left:
+            units.append(call)
+            last_left = call.left
+    return units
+
+
+def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[Call], list[bool]]:
+    """Make every cut lie at one end of the glue between two units.
+
+    A cut that was found at the end of a call which is opened by another cut lies amid glue: after a block's last sum,
+    before what its caller does with it. It is moved to the beginning of the next unit or to the end of the one before,
+    or given up where neither is possible.
+
+    Returns:
+        The cuts, the units, and for each cut whether the glue before it belongs to the stage that it ends.
+    """
+    ticks = [tick for tick, _ in observation.operations]
+    chosen = list(cuts.chosen)
+    while True:
+        units = units_between(observation, chosen)
+        trailing: list[bool] = []
+        for index, cut in enumerate(chosen):
+            before = next(unit for unit in reversed(units) if unit.left < cut.position)
+            after = next(unit for unit in units if unit.entered >= cut.position)
+            place = bisect.bisect_left(ticks, cut.position)
+            if bisect.bisect_left(ticks, before.left) == place:
+                trailing.append(False)
+            elif bisect.bisect_left(ticks, after.entered) == place:
+                trailing.append(True)
+            else:
+                chosen[index : index + 1] = _moved(observation, chosen, index, before, after, cuts.held)
+                break
+        else:
+            return Cuts(chosen, held_by(observation, chosen)), units, trailing
+
+
+def _moved(
+    observation: Observation, chosen: list[Cut], index: int, before: Call, after: Call, held: set[int]
+) -> list[Cut]:
+    """The cut at one end of its gap, or none."""
+    ledger = Ledger(observation)
+    most_together = max(1, ledger.differentiable(chosen[index].crossing - held))
+    neighbours = [*chosen[max(0, index - 1) : index], *chosen[index + 1 : index + 2]]
+    for candidate in (
+        cut_at(observation, after.entered, after.index, at_entry=True),
+        cut_at(observation, before.left + 1, before.index, at_entry=False),
+    ):
+        passing = candidate.crossing - held
+        possible = reason_against(observation, candidate) is None and ledger.differentiable(passing) <= most_together
+        if possible and all(passing.isdisjoint(neighbour.crossing) for neighbour in neighbours):
+            return [candidate]
+    return []

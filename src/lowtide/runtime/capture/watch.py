@@ -1,0 +1,390 @@
+"""Watching one forward of a model: which submodules are called, and which memory is made, read, written, saved when.
+
+A clock ticks at every operation and at every beginning and end of a submodule's call. Memory is followed storage by
+storage, below autograd, so that views, in-place operations and tensors without gradients are seen for what they are.
+What autograd saves is noted and let go at once: a forward that does not fit in memory with all that can be watched.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from lowtide.errors import CaptureError, LowtideError, SampleError
+from lowtide.runtime.capture.operations import is_weight_cast, signature_of, written_by
+from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.sample import Sample, tensors_in
+
+NEVER = -1
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a submodule."""
+
+    index: int
+    path: str
+    occurrence: int
+    parent: int
+    """The index of the call around it; -1 for the model itself."""
+    depth: int
+    opaque: bool
+    """Nothing inside can be a unit of its own: compiled or scripted code."""
+    entered: int
+    left: int = NEVER
+    inputs: set[int] = field(default_factory=set)
+    outputs: set[int] = field(default_factory=set)
+    """Serial numbers of the memory that its outputs show."""
+
+
+@dataclass(slots=True)
+class Memory:
+    """One storage. Times are ticks of the clock."""
+
+    serial: int
+    num_bytes: int
+    role: str
+    """`made` in this forward; `cast` from a parameter; `parameter`, `buffer`, `input`; `foreign`: there before, in
+    nobody's list."""
+    made: int = NEVER
+    maker: int = NEVER
+    """The innermost call in which it was made."""
+    last_read: int = NEVER
+    last_written: int = NEVER
+    saved: bool = False
+    differentiable: bool = False
+    names: tuple[str, ...] = ()
+    """Of a parameter or buffer: its names."""
+    first_read: int = NEVER
+
+
+@dataclass(slots=True)
+class Observation:
+    """What was seen of one forward, with its loss where one was given."""
+
+    calls: list[Call]
+    memories: list[Memory]
+    operations: list[tuple[int, str]]
+    """(tick, what was done on which shapes)."""
+    end: int
+    trains: bool = False
+    """Gradients flow from the output."""
+    opaque: str = ""
+    """The type of the output where no tensor is seen in it."""
+    checkpoints: bool = False
+    """Some part of the model checkpoints by itself."""
+    caches: list[str] = field(default_factory=list)
+    """Submodules that were handed a cache of keys and values."""
+
+    def path(self, index: int) -> str:
+        """The path of a call, for people."""
+        return (self.calls[index].path or "the model itself") if index >= 0 else "the loss"
+
+
+def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = None) -> Observation:
+    """Run the model once on the sample, and the loss on its output, and say what happened.
+
+    The caller sees to it that nothing that this changes stays changed (`lowtide.runtime.state.preserve`).
+    """
+    watcher = _Watcher(model, sample)
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_patched(model, watcher))
+        stack.enter_context(_checkpoint_alarm(watcher))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack))
+        stack.enter_context(watcher)
+        output = _result(model, sample)
+        if loss is not None:
+            output = _loss(loss, output)
+        watcher.finish(output)
+    return watcher.observation
+
+
+# What says nothing about the arguments: lowtide's own refusals, and a full memory.
+_NOT_OF_THE_ARGUMENTS = (LowtideError, torch.OutOfMemoryError, MemoryError)
+
+
+def _result(model: nn.Module, sample: Sample) -> Any:
+    """What the model makes of the sample; where it fails, with the sample in the message."""
+    try:
+        return sample.call(model)
+    except _NOT_OF_THE_ARGUMENTS:
+        raise
+    except Exception as error:
+        raise SampleError(
+            f"the model failed on the sample with {_described(error)}; the sample is ({sample}): give what a training "
+            "step calls the model with, a tensor, a tuple of positional or a dict of keyword arguments"
+        ) from error
+
+
+def _loss(loss: Callable[[Any], Any], result: Any) -> Any:
+    """What the caller's loss makes of the model's result."""
+    try:
+        return loss(result)
+    except _NOT_OF_THE_ARGUMENTS:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"loss= failed with {_described(error)}; it is called with the model's result and nothing else, and again "
+            "for larger batches that come later: give loss=lambda result: loss_fn(result, y), with a y of result's size"
+        ) from error
+
+
+def _described(error: Exception) -> str:
+    """An error as a message shows it: its kind and all that it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _unpack(_: Any) -> torch.Tensor:
+    raise CaptureError(
+        "the model's forward computes gradients of its own; fit the network that is differentiated, and compute them "
+        "in your loop from its result"
+    )
+
+
+class _Watcher(TorchDispatchMode):
+    """Keeps the clock and the books."""
+
+    def __init__(self, model: nn.Module, sample: Sample) -> None:
+        super().__init__()
+        self.observation = Observation([], [], [], 0)
+        self._serial_of: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._clock = 0
+        self._stack: list[int] = []
+        self._num_calls: dict[str, int] = {}
+        names: dict[int, list[str]] = {}
+        for role, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+            for name, tensor in named(remove_duplicate=False):
+                if nn.parameter.is_lazy(tensor):
+                    raise CaptureError(f"{role} {name!r} has no shape yet; call the model once on a batch, then fit it")
+                for storage in _storages(tensor):
+                    serial = self._register(storage, role)
+                    if self.observation.memories[serial].role == role:  # else a parameter by a buffer's name
+                        names.setdefault(serial, []).append(name)
+        for serial, listed in names.items():
+            self.observation.memories[serial].names = tuple(listed)
+        for tensor in sample.tensors():
+            for storage in _storages(tensor):
+                self._register(storage, "input")
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._clock += 1
+        self._read((args, kwargs))
+        written = written_by(func, args, kwargs)
+        self.observation.operations.append((self._clock, signature_of(func, args, kwargs)))
+        out = func(*args, **kwargs)
+        role = "cast" if is_weight_cast(func, args) else "made"
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self._see(value, role)
+        for tensor in written:
+            for memory in self._see(tensor, "made"):
+                memory.last_written = self._clock
+                self._check_write(memory)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> None:
+        """A saved-tensors hook: note what autograd saves, keep nothing."""
+        for memory in self._see(tensor, "made"):
+            memory.saved = True
+
+    def enter(self, path: str, opaque: bool, inputs: Any) -> Call:
+        """A submodule's call begins."""
+        self._clock += 1
+        occurrence = self._num_calls.get(path, 0)
+        self._num_calls[path] = occurrence + 1
+        calls = self.observation.calls
+        parent = self._stack[-1] if self._stack else NEVER
+        call = Call(len(calls), path, occurrence, parent, len(self._stack), opaque, self._clock)
+        calls.append(call)
+        self._stack.append(call.index)
+        call.inputs = self._read(inputs, nested=True)
+        self._look_for_caches(path, inputs)
+        return call
+
+    def pass_by(self, path: str) -> None:
+        """A submodule is called where nothing can be cut; it counts among its calls."""
+        self._num_calls[path] = self._num_calls.get(path, 0) + 1
+
+    def leave(self, call: Call, outputs: Any) -> None:
+        """A submodule's call ends."""
+        self._clock += 1
+        self._stack.pop()
+        call.left = self._clock
+        for tensor in tensors_in(outputs):
+            self._look_for_checkpoint(tensor)
+            for memory in self._see(tensor, "foreign"):
+                call.outputs.add(memory.serial)
+                memory.differentiable |= tensor.requires_grad
+
+    def finish(self, output: Any) -> None:
+        """The forward has ended; what its output shows is read by the caller."""
+        self._clock += 1
+        self._read(output, nested=True)
+        self.observation.end = self._clock
+        shown = list(tensors_in(output))
+        self.observation.trains = any(tensor.requires_grad for tensor in shown)
+        self.observation.opaque = "" if shown else type(output).__name__
+
+    def _read(self, values: Any, *, nested: bool = False) -> set[int]:
+        serials = set()
+        for tensor in tensors_in(values) if nested else tree_iter(values):
+            if isinstance(tensor, torch.Tensor):
+                for memory in self._see(tensor, "foreign"):
+                    memory.last_read = self._clock
+                    if memory.first_read == NEVER:
+                        memory.first_read = self._clock
+                    memory.differentiable |= tensor.requires_grad
+                    serials.add(memory.serial)
+        return serials
+
+    def _see(self, tensor: torch.Tensor, role: str) -> list[Memory]:
+        return [self.observation.memories[self._register(storage, role)] for storage in _storages(tensor)]
+
+    def _register(self, storage: torch.UntypedStorage, role: str) -> int:
+        """The serial number of a storage; one seen for the first time gets `role`."""
+        key = storage._cdata
+        known = self._serial_of.get(key)
+        memories = self.observation.memories
+        if known is not None:
+            memory = memories[known[1]]
+            memory.num_bytes = max(memory.num_bytes, storage.nbytes())
+            return known[1]
+        serial = len(memories)
+        memory = Memory(serial, storage.nbytes(), role)
+        if role in ("made", "cast"):
+            memory.made, memory.maker = self._clock, self._stack[-1] if self._stack else NEVER
+            memory.last_read = self._clock
+        memories.append(memory)
+        self._serial_of[key] = (weakref.ref(storage, lambda _: self._serial_of.pop(key, None)), serial)
+        return serial
+
+    def _check_write(self, memory: Memory) -> None:
+        if memory.role in ("made", "buffer", "cast"):
+            return
+        what = {"parameter": f"its parameter {memory.names[:1]}", "input": "its input"}.get(
+            memory.role, "a tensor that is neither a buffer nor its input"
+        )
+        where = self.observation.path(self._stack[-1]) if self._stack else "the loss"
+        raise CaptureError(
+            f"{where} changes {what} in place, so running it again would give other numbers; "
+            "use an operation that is not in place there, or register the tensor as a buffer"
+        )
+
+    def _look_for_caches(self, path: str, inputs: Any) -> None:
+        args, kwargs = inputs
+        for value in (*args, *kwargs.values()):
+            if any(cls.__name__ == "Cache" and "transformers" in cls.__module__ for cls in type(value).__mro__):
+                self.observation.caches.append(path)
+
+    def _look_for_checkpoint(self, tensor: torch.Tensor) -> None:
+        if type(tensor.grad_fn).__name__ == "CheckpointFunctionBackward":
+            self.observation.checkpoints = True
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """A tensor's storage; those inside a wrapper such as DTensor, and inside those of torch.func's transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether a module's inside cannot be watched call by call: it is compiled or scripted."""
+    return (
+        type(module).__name__ == "OptimizedModule"  # without importing torch._dynamo, which takes seconds
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch.jit.ScriptModule)
+    )
+
+
+def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """The submodules whose calls can be units, each with its first path; the model itself first, with path ""."""
+    hidden: list[str] = []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{prefix}.") for prefix in hidden):
+            continue
+        if is_opaque(module):
+            if not path:
+                if isinstance(attached_site(module), ModelSite):
+                    raise CaptureError("a plan is attached to the model; detach it first: plan.detach()")
+                raise CaptureError(
+                    "the model is compiled as a whole, so its stages cannot be told apart; "
+                    "hand over the model before torch.compile"
+                )
+            hidden.append(path)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield path, module
+
+
+@contextmanager
+def _patched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
+    """Each submodule tells the watcher when its call begins and ends.
+
+    What stands in an instance's `_compiled_call_impl` is called in place of the module, which is what `Module.compile`
+    uses; units are recognised at the same place when a schedule runs.
+    """
+    patched: list[tuple[nn.Module, Any]] = []
+    try:
+        for path, module in watched_modules(model):
+            previous = module.__dict__.get("_compiled_call_impl")
+            if not isinstance(module, torch.jit.ScriptModule):
+                patched.append((module, previous))
+                call = previous or module._call_impl
+                module.__dict__["_compiled_call_impl"] = _reporting(call, path, is_opaque(module), watcher)
+        yield
+    finally:
+        for module, previous in patched:
+            if previous is None:
+                del module.__dict__["_compiled_call_impl"]
+            else:
+                module.__dict__["_compiled_call_impl"] = previous
+
+
+def _reporting(call: Callable[..., Any], path: str, opaque: bool, watcher: _Watcher) -> Callable[..., Any]:
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():  # in vmap, say: one call of many, on tensors that are none
+            watcher.pass_by(path)
+            return call(*args, **kwargs)
+        record = watcher.enter(path, opaque, (args, kwargs))
+        output = call(*args, **kwargs)
+        watcher.leave(record, output)
+        return output
+
+    return reporting
+
+
+@contextmanager
+def _checkpoint_alarm(watcher: _Watcher) -> Iterator[None]:
+    """Notice `torch.utils.checkpoint` at work: its regions save nothing that could be seen."""
+    hook = torch.utils.checkpoint._checkpoint_hook
+    plain = hook.__init__
+
+    def noticing(self: Any, *args: Any, **kwargs: Any) -> None:
+        watcher.observation.checkpoints = True
+        plain(self, *args, **kwargs)
+
+    hook.__init__ = noticing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hook.__init__ = plain  # type: ignore[method-assign]

@@ -1,0 +1,395 @@
+"""Compiling the units of a split, each in several variants.
+
+A *variant* of a stage is the same code compiled under another value of PyTorch's `activation_memory_budget`: the share
+of its intermediate values that a compiled function may save for its backward, which computes the rest again by itself.
+Variant 0 is compiled as the user's own settings say.
+
+Equal stages share compilations. Dynamo keeps what it compiled at the code object of a function, and at most a few
+entries there: so each kind of stage, and each variant of it, has a function of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from lowtide.errors import PlanError, shown
+from lowtide.runtime.compile.loss import CompiledLoss
+from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
+from lowtide.runtime.model.split import Split, StageSplit
+
+DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
+"""Shares for `activation_memory_budget`: a transformer block saves 2/3 at 0.8 in the same time (element-wise operations
+are made again), 2/5 at 0.4, and at 0.0 its input alone."""
+
+# Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
+_MOST_KINDS = 12
+
+# Equal blocks that a compiler cannot take for equal (each asks for its own number) are entries of one function; beyond
+# this many it would run them without compilation. Far more than a network has blocks of one kind.
+_RECOMPILE_LIMIT = 512
+
+# Compiled functions that are kept for the next `fit`: a few models with all their kinds and variants.
+_MOST_FUNCTIONS = 256
+
+_ATTRIBUTE = "_compiled_call_impl"
+
+
+def variant_name(budget: float) -> str:
+    """The name, in chains and reports, of the variant compiled under an `activation_memory_budget`."""
+    return f"budget {budget:g}"
+
+
+class Choice:
+    """Which variant the compiled units of one model run as; all of them at once.
+
+    Args:
+        names: of the variants; variant 0 first.
+    """
+
+    __slots__ = ("index", "names")
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.index = 0
+
+    @contextmanager
+    def running(self, index: int) -> Iterator[None]:
+        """Run as a variant within the block."""
+        previous, self.index = self.index, index
+        try:
+            yield
+        finally:
+            self.index = previous
+
+
+@contextmanager
+def many_compilations() -> Iterator[None]:
+    """Let Dynamo compile one function for many blocks within the block, whatever its usual limit."""
+    from torch._dynamo import config
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    with config.patch({name: max(_RECOMPILE_LIMIT, getattr(config, name)) for name in names}):
+        yield
+
+
+class CompiledCall:
+    """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
+
+    __slots__ = ("_functions", "_hooks", "_kind", "_modes", "_module", "choice", "is_removed")
+
+    def __init__(self, module: nn.Module, kind: Hashable, compilers: Sequence[_Compiler], choice: Choice) -> None:
+        self._module = weakref.ref(module)
+        self._kind = (kind, compilers[0])
+        self._hooks = hooks_of(module)
+        self._modes = Modes(module)
+        self._functions = tuple(_compiled_function(kind, each) for each in compilers)
+        self.choice = choice
+        self.is_removed = False
+        """Whether it only stays for a plan of another model, which was made with it, and goes with that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; as variant 0 where it has no such variant, or other modes than it was checked for."""
+        index, module = self.choice.index, self._module()
+        assert module is not None  # it is alive whenever it is called
+        if (hooks := hooks_of(module)) != self._hooks:  # Dynamo would not notice
+            kind, compiler = self._kind
+            return _compiled_function((kind, hooks), compiler)(module, *args, **kwargs)
+        if index >= len(self._functions) or (index and not self._modes.are_as_then(module)):
+            index = 0
+        return self._functions[index](module, *args, **kwargs)
+
+    @property
+    def num_variants(self) -> int:
+        """How many ways it can run."""
+        return len(self._functions)
+
+
+class CompiledStages:
+    """The stages of a split, whose units run compiled from `install` until `remove`; installed when made.
+
+    Units without submodules (one layer each) stay as they are: there is nothing to fuse in them. A large loss between
+    units is compiled, too, where the model runs in stages.
+
+    Args:
+        model: the model.
+        split: its stages.
+        options: for `torch.compile`.
+        budgets: of the variants beside variant 0.
+        loss: whether the loss is compiled, too; None: where it is large.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        options: Mapping[str, Any],
+        budgets: Sequence[float] = (),
+        *,
+        loss: bool | None = None,
+    ) -> None:
+        options = _for_equal_numbers(model, options) if budgets else dict(options)
+        self.compilation = Compilation(options, tuple(budgets), loss)
+        """How it is done; does not depend on what surrounds it any more."""
+        compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
+        self.choice = Choice(("", *map(variant_name, budgets)))
+        self._model = model
+        self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss), always=loss is True)
+        self._calls: list[tuple[nn.Module, CompiledCall]] = []
+        self._num_variants: dict[int, int] = {}
+        compiled: dict[int, CompiledCall] = {}
+        units = list(_units_to_compile(model, split))
+        with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
+        for k, stage, place, module in units:
+            if id(module) not in compiled:  # else it is called in several places
+                used = compilers if stage.kind in with_variants else compilers[:1]
+                kind = (type(module), stage.kind or (id(model), stage.name), place)
+                compiled[id(module)] = CompiledCall(module, kind, used, self.choice)
+                self._calls.append((module, compiled[id(module)]))
+            self._num_variants[k] = max(self.num_variants(k), compiled[id(module)].num_variants)
+        self.install()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def num_variants(self, k: int) -> int:
+        """How many ways stage k can run; 1 where nothing of it is compiled."""
+        return self._num_variants.get(k, 1)
+
+    def copies_pictures(self, sample: Iterable[torch.Tensor]) -> bool:
+        """Whether inductor copies what the convolutions of each unit read into another layout, and back.
+
+        It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation:
+        with channels last where the sample or a weight was.
+        """
+        weights = [m.weight for unit, _ in self._calls for m in unit.modules() if isinstance(m, nn.Conv2d)]
+        is_inductor = self.compilation.options.get("backend", "inductor") == "inductor"
+        return is_inductor and bool(weights) and not any(map(_has_channels_last, (*weights, *sample)))
+
+    def install(self) -> None:
+        """Run the units compiled."""
+        for module, call in self._calls:
+            call.is_removed = False
+            if not vars(module).get(_ATTRIBUTE):  # else the plan of another model that has the module, too
+                vars(module)[_ATTRIBUTE] = call
+        if self.compilation.loss is not False:
+            self._loss.install(self._model)
+
+    def settle_loss(self) -> None:
+        """From now on compile every loss of the model, which has run in stages, where it was seen to have a large one;
+        where not, none.
+        """
+        if self.compilation.loss is None:
+            self.compilation = replace(self.compilation, loss=self._loss.is_used)
+            self._loss.always = self._loss.is_used
+            if not self._loss.is_used:
+                self._loss.remove(self._model)
+
+    def remove(self) -> None:
+        """Run them as before."""
+        for module, call in self._calls:
+            call.is_removed = True
+            if vars(module).get(_ATTRIBUTE) is call:  # else a model that has the module, too, has compiled it since
+                del vars(module)[_ATTRIBUTE]
+        self._loss.remove(self._model)
+        torch.clear_autocast_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How stages are compiled.
+
+    Args:
+        options: for `torch.compile`.
+        budgets: of the variants beside variant 0.
+        loss: whether the loss is compiled, too; None: where it is large.
+    """
+
+    options: Mapping[str, Any]
+    budgets: tuple[float, ...] = ()
+    loss: bool | None = None
+
+    def of(self, model: nn.Module, split: Split) -> CompiledStages:
+        """The stages of a model, compiled and in place."""
+        with in_training(model):  # a plan may be read from a file before the model is put into that mode
+            return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data.
+
+        Raises:
+            PlanError: where an option is not (a backend that is a function).
+        """
+        try:
+            options = json.loads(json.dumps(dict(self.options)))
+        except TypeError:
+            raise PlanError(
+                f"the stages are compiled with options that no file can hold ({shown(dict(self.options))}); "
+                "name the backend by a string"
+            ) from None
+        return {"options": options, "budgets": list(self.budgets), "loss": self.loss, "torch": torch.__version__}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Compilation:
+        """The inverse of `to_dict`.
+
+        Raises:
+            PlanError: for data of another form, and for variants that were checked with another version of torch.
+        """
+        try:
+            options, budgets = dict(values["options"]), tuple(float(budget) for budget in values["budgets"])
+            version, loss = values["torch"], values.get("loss", False)  # older files do not have it
+            if loss not in (True, False, None):
+                raise TypeError
+        except (KeyError, TypeError, ValueError):
+            raise PlanError(f"compilation is not well formed: {shown(values)}") from None
+        if budgets and version != torch.__version__:
+            raise PlanError(
+                f"the variants of its stages were checked with torch {shown(version)}, and this is "
+                f"{torch.__version__}; fit again"
+            )
+        return cls(options, budgets, loss)
+
+
+def choice_of(model: nn.Module, split: Split) -> Choice | None:
+    """How the variants of a model's stages are chosen, where they are compiled."""
+    for path in split.paths:
+        call = vars(model.get_submodule(path)).get(_ATTRIBUTE)
+        if isinstance(call, CompiledCall) and len(call.choice.names) > 1:
+            return call.choice
+    return None
+
+
+def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, StageSplit, int, nn.Module]]:
+    """(stage from 1, the stage, the unit's place in it, its module) of each unit with something to fuse in it."""
+    for k, stage in enumerate(split.stages, start=1):
+        for place, unit in enumerate(stage.units):
+            module = model.get_submodule(unit.path)
+            if unit.path and next(module.children(), None) is not None and _ATTRIBUTE not in vars(module):
+                yield k, stage, place, module
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _most_frequent(kinds: Iterable[str]) -> set[str]:
+    return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
+
+
+class _Compiler:
+    """How one variant is compiled; two that do the same are equal.
+
+    Args:
+        options: for `torch.compile`.
+        budget: the `activation_memory_budget` in force; None: the one that is.
+    """
+
+    def __init__(self, options: Mapping[str, Any], budget: float | None = None) -> None:
+        self._options = dict(options)
+        self._budget = budget
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Compiler):
+            return NotImplemented
+        return (self._options, self._budget) == (other._options, other._budget)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self._options)), self._budget))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, to be compiled when it is first called."""
+        options = self._options
+        if self._budget is not None:
+            rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
+            options = {**rest, "backend": _backend(options, self._budget)}
+        if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
+            options = {"recompile_limit": _RECOMPILE_LIMIT, **options}
+        return torch.compile(function, **options)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _loss(*args: Any, **kwargs: Any) -> Any:
+    return F.cross_entropy(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=_MOST_FUNCTIONS)
+def _compiled_function(kind: Hashable, compiler: _Compiler, function: Callable[..., Any] = _call) -> Callable[..., Any]:
+    """The function for one kind of unit, which equal ones share: in one model, and from one `fit` to the next.
+
+    It has a code object of its own, where Dynamo keeps what it compiles.
+    """
+    return compiler.compiled(FunctionType(function.__code__.replace(), function.__globals__, "stage"))
+
+
+def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
+    """The backend that the options name, with the budget in force whenever it compiles."""
+    named = options.get("backend", "inductor")
+    settings: dict[str, Any] = {}
+    if named == "inductor":
+        settings["config_patches"] = _inductor_options(options)
+    else:
+        settings = {key: options[key] for key in ("mode", "options") if options.get(key)}
+
+    def compile_graph(graph: Any, inputs: Any, **more: Any) -> Any:
+        from torch._dynamo import lookup_backend  # importing it takes seconds
+        from torch._functorch import config
+
+        backend = lookup_backend(named) if isinstance(named, str) else named
+        with config.patch(activation_memory_budget=budget):
+            return backend(graph, inputs, **settings, **more)
+
+    return compile_graph
+
+
+def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `mode` and `options` of `torch.compile` come to."""
+    mode, given = options.get("mode"), options.get("options") or {}
+    if mode in (None, "default"):
+        return dict(given)
+    from torch._inductor import list_mode_options
+
+    return {**list_mode_options(mode), **given}
+
+
+def _for_equal_numbers(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with which inductor gives all variants of a block the same numbers, as far as it can.
+
+    Left alone it picks the shapes of its reductions by trying them, for each kernel by itself, and other shapes add in
+    another order; and what a fused kernel hands on is rounded to 16 bits where it is saved and not where it is computed
+    again. A mode that was asked for keeps its trials.
+    """
+    if options.get("backend", "inductor") != "inductor":
+        return dict(options)
+    from torch._inductor import config
+
+    settings: dict[str, Any] = {}
+    if hasattr(config, "deterministic"):
+        settings["deterministic"] = options.get("mode") in (None, "default")
+    if _computes_in_16_bits(model):
+        settings["emulate_precision_casts"] = True
+    if not settings:
+        return dict(options)
+    rest = {key: value for key, value in options.items() if key != "mode"}  # torch takes one of the two
+    return {**rest, "options": {**settings, **_inductor_options(options)}}
+
+
+def _computes_in_16_bits(model: nn.Module) -> bool:
+    short = (torch.bfloat16, torch.float16)
+    types = {parameter.device.type for parameter in model.parameters()}
+    return any(p.dtype in short for p in model.parameters()) or any(torch.is_autocast_enabled(t) for t in types)

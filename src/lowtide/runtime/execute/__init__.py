@@ -1,0 +1,1 @@
+"""Runs a `Schedule` inside autograd."""

@@ -1,0 +1,152 @@
+"""Stages that a schedule always treats alike run as one.
+
+The executor's own work is done once a stage, so it is done for as few stages as the schedule lets it be: a segment that
+is always let go and made again as a whole is one stage to it, and so is all that autograd simply keeps. Nothing else
+changes: the same computations run in the same order, and the same tensors are kept and let go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lowtide.errors import PlanError
+from lowtide.runtime.model.split import Split, StageSplit
+from lowtide.schedule import Backward, Forward, Operation, Release, Schedule, Value
+
+# What may stand in two forwards one after the other, the first of stage k and the second of stage k+1. Both are made
+# again as one where both are let go and a[k] with them, and saved as one where all is saved.
+_ALIKE = {("keep", "drop"), ("drop", "drop"), ("all", "all")}
+
+# In messages a stage that stands for so many at most is called by the names of all.
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """A schedule over as few stages as can be.
+
+    Args:
+        split: the stages, some of them joined.
+        operations: the schedule's list, in terms of these.
+        sizes: how many of the schedule's own stages are in each.
+    """
+
+    split: Split
+    operations: tuple[Operation, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def finest(cls, split: Split, schedule: Schedule) -> Coarse:
+        """Nothing joined.
+
+        Raises:
+            PlanError: where the schedule speaks of stages that the split has not.
+        """
+        _check_stages(split, schedule)
+        return cls(split, schedule.operations, (1,) * split.num_stages)
+
+
+def coarsened(split: Split, schedule: Schedule) -> Coarse:
+    """Join the stages that a schedule always treats alike.
+
+    Raises:
+        PlanError: where the schedule speaks of stages that the split has not.
+
+    Example:
+        >>> from lowtide.runtime.model.split import Unit
+        >>> split = Split((StageSplit("a", (Unit("a"),)), StageSplit("b", (Unit("b"),))))
+        >>> plain = Schedule("plain", (Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)))
+        >>> coarsened(split, plain).operations
+        (Forward(stage=1, save='all', variant=0), Backward(stage=1))
+    """
+    _check_stages(split, schedule)
+    groups: list[list[int]] = []
+    joined = _joined(schedule.operations, split.num_stages)
+    for k in range(1, split.num_stages + 1):
+        if k - 1 in joined:
+            groups[-1].append(k)
+        else:
+            groups.append([k])
+    number = {0: 0, **{k: index for index, group in enumerate(groups, start=1) for k in group}}
+    first = {group[0] for group in groups}
+    last = {group[-1] for group in groups}
+    operations = tuple(
+        replace(operation, stage=number[operation.stage])
+        for operation in schedule.operations
+        if not (isinstance(operation, Forward) and operation.stage not in first)
+        and not (isinstance(operation, Backward) and operation.stage not in last)
+    )
+    stages = tuple(_as_one([split.stages[k - 1] for k in group]) for group in groups)
+    return Coarse(replace(split, stages=stages), operations, tuple(map(len, groups)))
+
+
+def _check_stages(split: Split, schedule: Schedule) -> None:
+    largest = max((operation.stage for operation in schedule.operations), default=0)
+    if largest > split.num_stages:
+        raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+
+
+def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
+    """The stages k that are always run together with stage k+1."""
+    joined = set(range(1, num_stages))
+    for before, after in zip((None, *operations), (*operations, None), strict=True):
+        if isinstance(before, Forward) and not _together(before, after):
+            joined.discard(before.stage)
+        if isinstance(after, Forward) and not (isinstance(before, Forward) and _together(before, after)):
+            joined.discard(after.stage - 1)
+        if isinstance(before, Backward) and after != Backward(before.stage - 1):
+            joined.discard(before.stage - 1)
+        if isinstance(after, Backward) and before != Backward(after.stage + 1):
+            joined.discard(after.stage)
+        if after is not None and not isinstance(after, Forward | Backward):
+            joined -= _apart(after.value)
+    return joined - _readers_of_released(operations)
+
+
+def _readers_of_released(operations: tuple[Operation, ...]) -> set[int]:
+    """The stages that are saved while the value that they read leaves the device.
+
+    What such a stage saves has to be sorted; what the next ones save is left to autograd, as long as they are others.
+    """
+    saved: set[int] = set()
+    readers: set[int] = set()
+    for operation in operations:
+        if isinstance(operation, Forward) and operation.save == "all":
+            saved.add(operation.stage)
+        elif isinstance(operation, Backward):
+            saved.discard(operation.stage)
+        elif isinstance(operation, Release) and operation.stage + 1 in saved:
+            readers.add(operation.stage + 1)
+    return readers
+
+
+def _together(one: Forward, other: Operation | None) -> bool:
+    return (
+        isinstance(other, Forward)
+        and other.stage == one.stage + 1
+        and (one.save, other.save) in _ALIKE
+        and one.variant == other.variant == 0
+    )
+
+
+def _apart(value: Value) -> set[int]:
+    """The stages that cannot be joined with the next where this value is moved by itself."""
+    kind, k = value
+    return {k} if kind == "a" else {k - 1, k}
+
+
+def _as_one(stages: list[StageSplit]) -> StageSplit:
+    if len(stages) == 1:
+        return stages[0]
+    return StageSplit(
+        name=_joined_name([stage.name for stage in stages]),
+        units=tuple(unit for stage in stages for unit in stage.units),
+        trailing_glue=stages[-1].trailing_glue,
+        parameters=tuple(name for stage in stages for name in stage.parameters),
+    )
+
+
+def _joined_name(names: list[str]) -> str:
+    if len(names) <= _MOST_NAMES:
+        return " + ".join(names)
+    return f"{names[0]} to {names[-1]}"

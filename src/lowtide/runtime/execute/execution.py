@@ -1,0 +1,153 @@
+"""A schedule in place: a model whose calls run under it, until it is taken away."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import ExecutionError
+from lowtide.runtime.compile.loss import functions_of
+from lowtide.runtime.execute.coarse import Coarse, coarsened
+from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.forward import ExecutedForward
+from lowtide.runtime.execute.machine import Machine
+from lowtide.runtime.execute.program import Program
+from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.model.interception import Interception
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.replay.staged import Layout
+from lowtide.runtime.transfer.cargo import Tier
+from lowtide.schedule import Schedule
+
+# The steps whose times are remembered: enough for a median.
+_NUM_REMEMBERED = 9
+
+
+class Execution:
+    """One schedule for one split of one model.
+
+    Args:
+        model: the model.
+        split: its stages.
+        schedule: what to do; legal for a chain of that length.
+        chain: what the stages cost, where it is known.
+        tier: where values go that leave the device.
+        handler: called in place of the model.
+        strict: compare the values that a repeated forward saves with the first's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        schedule: Schedule,
+        chain: Chain | None,
+        tier: Tier,
+        handler: Callable[..., Any],
+        *,
+        strict: bool = False,
+    ) -> None:
+        self.split = split
+        self.schedule = schedule
+        self.chain = chain
+        # Strict mode is for finding out which stage differs, so each runs by itself there.
+        coarse = Coarse.finest(split, schedule) if strict else coarsened(split, schedule)
+        program = Program.of(schedule, coarse)
+        functions = functions_of(model)
+        layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
+        self._interception = Interception(model, layout.units, handler)
+        variants = StageVariants.of(model, split, program, chain)
+        self.machine = Machine(
+            model, coarse.split, layout, program, tier, strict=strict, variants=variants, functions=functions
+        )
+        self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
+
+    def install(self) -> None:
+        """Step between the model and its callers."""
+        self._interception.install()
+
+    def remove(self) -> None:
+        """Step out."""
+        self._interception.remove()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this thread is inside a call of the model under this schedule."""
+        return self._interception.current.session is not None
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether a stage runs as another variant than variant 0."""
+        return self.machine.variants.are_used
+
+    def call(
+        self,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        with_variants: bool = True,
+    ) -> Any:
+        """Call the model under the schedule; without variants, all stages run as variant 0.
+
+        Raises:
+            ExecutionError: within a step of another plan, whose model this one is a part of.
+        """
+        if self._interception.is_within_another:
+            raise ExecutionError(
+                "a submodule of a model under a plan has a plan of its own, and only one of them can decide what is "
+                "kept; detach one of the two (plan.detach())"
+            )
+        machine, current = self.machine, self._interception.current
+        with machine.alone():
+            machine.refresh()
+            clock = _Clock(machine.device)
+            variants = machine.variants if with_variants else machine.variants.left_out()
+            step = Step(machine, clock.stop, variants)
+            current.session = forward = ExecutedForward(machine, step)
+            try:
+                result = forward.run(self._interception.whole_or(plain), args, {**self.split.call_keywords, **kwargs})
+            finally:
+                current.session = None
+        self._clocks.append(clock)
+        return result
+
+    def measured_seconds(self) -> float | None:
+        """The median time from the start of forward to the end of backward over the last steps; None: no step yet."""
+        found = sorted(seconds for clock in self._clocks if (seconds := clock.seconds()) is not None)
+        return found[len(found) // 2] if found else None
+
+
+class _Clock:
+    """The time of one step: by events on CUDA, which cost nothing until they are read, else by the wall clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._start = self._now()
+        self._end: Any = None
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        """Backward has ended."""
+        self._end = self._now()
+
+    def seconds(self) -> float | None:
+        """The time between; None where backward has not run."""
+        if self._end is None:
+            return None
+        if not self._on_cuda:
+            return float(self._end - self._start)
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) * 1e-3

@@ -1,0 +1,400 @@
+"""Runs a schedule inside autograd: one graph, made by the model's own forward; whatever the schedule asks for besides
+(forwards run again, copies) is done in the order of its list, when the forward or the backward pass gets there.
+
+A `Step` belongs to one forward and its backward. It is kept alive by the graph alone: an output that is dropped without
+a backward takes everything with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.execute.machine import Machine
+from lowtide.runtime.execute.program import Mode
+from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
+from lowtide.runtime.execute.strict import Fingerprints
+from lowtide.runtime.execute.values import Activation, Saved, Sorter
+from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.replay.endings import EndOfRunError
+from lowtide.runtime.replay.tape import Tape, versions_of
+from lowtide.runtime.state.buffers import Copies, Snapshot, StageBuffers
+from lowtide.runtime.state.exchange import Entry, registered_again
+from lowtide.runtime.state.rng import State
+from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
+
+
+class _Recomputing(threading.local):
+    depth = 0
+
+
+_recomputing = _Recomputing()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is running a part of a model again: hooks that count or log calls can ask.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _recomputing.depth > 0
+
+
+class StageRun:
+    """What a step knows of one stage's first run."""
+
+    __slots__ = (
+        "buffers",
+        "fingerprints",
+        "parameters",
+        "placeholders",
+        "random",
+        "registered",
+        "requires_grad",
+        "saves_last_before_a_product",
+        "snapshot",
+        "tape",
+        "versions",
+    )
+
+    def __init__(self, stage: int, name: str) -> None:
+        self.placeholders = Placeholders(stage, name)
+        self.tape: Tape | None = None
+        self.random: State | None = None
+        self.buffers: StageBuffers | None = None
+        self.snapshot: Snapshot | None = None
+        self.parameters: list[nn.Parameter] = []
+        self.versions: list[int] = []
+        self.registered: list[Entry] = []
+        self.requires_grad = False
+        self.saves_last_before_a_product = False
+        self.fingerprints: Fingerprints | None = None
+
+
+class Step:
+    """One forward and its backward: the values on the device, and how far the list has been executed."""
+
+    def __init__(self, machine: Machine, on_end: Callable[[], None], variants: StageVariants | None = None) -> None:
+        self.machine = machine
+        self.variants = variants or machine.variants
+        self._on_end: Callable[[], None] | None = on_end
+        self.program = machine.program
+        self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
+        self.values: dict[Value, Activation] = {}
+        self.host: dict[Value, Activation] = {}
+        self.copies: Copies = {}
+        self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
+        self.next_index = 0
+        self.in_forward = True
+        self.draws_unnoticed = False  # from Python's or numpy's generator, and no step before has
+        self._lock = threading.RLock()
+        self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
+        self._task = -1
+
+    # In the forward pass
+
+    def before_first(self, k: int) -> None:
+        """Do what the list asks for before the first forward of stage k."""
+        self._walk(self.program.first[k])
+
+    def after_first(self, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
+        """The model has run stage k for the first time."""
+        operation = self.program.operations[self.next_index]
+        assert isinstance(operation, Forward)
+        self.next_index += 1
+        tape = self.runs[k].tape
+        source = self._input_of(k)
+        if tape is not None:
+            if k > 1 and tape.calls:  # else the model has left it out
+                self.machine.reads[k - 1] = (self._alive[k - 1], frozenset(tape.inputs))
+            if source is not None:
+                source.keep_only(tape.inputs)
+        if sorter is not None:
+            assert tape is not None
+            inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
+            sorter.finish(inputs, self._fixed(tape))
+        self._produce(operation, k, self._wanted(k, outputs), sorter)
+
+    def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
+        if not self.program.keeps_outputs(k):
+            return {}
+        alive = self._alive[k] = frozenset(outputs)
+        earlier, reads = self.machine.reads.get(k, (None, frozenset()))
+        if earlier != alive:  # the first step, or a hook of the user's made other tensors than before
+            return outputs
+        return {number: tensor for number, tensor in outputs.items() if number in reads}
+
+    def end_forward(self) -> None:
+        """The model's forward has ended; copies that are due before backward begin now."""
+        self.in_forward = False
+        operations = self.program.operations
+        while isinstance(operations[self.next_index], Offload | Release):
+            self._walk(self.next_index + 1)
+
+    # In the backward pass
+
+    def reach(self, k: int, *_: Any) -> None:
+        """Backward has reached stage k: do what the list asks for before it, and fill the stage's placeholders."""
+        with self._lock:
+            if self.in_forward:
+                raise ExecutionError(
+                    f"a backward pass reached stage {self.machine.stage_name(k)!r} before the model's forward had "
+                    "ended; compute gradients outside of the model, or detach the plan"
+                )
+            self._enter_task()
+            if self._filled > k:
+                with self.machine.alone():
+                    self._walk(self.program.backward[k])
+                    self._fill(k)
+
+    def changed(self, k: int, tensor: torch.Tensor) -> None:
+        """A saved tensor was changed in place."""
+        raise ExecutionError(
+            f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, and it was "
+            "changed in place since; change it after the backward pass"
+        )
+
+    def _enter_task(self) -> None:
+        """Note which call of backward this is, and ask to be told of its end."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task and task >= 0:
+            self._task = task
+            for k in range(self._filled - 1, 0, -1):
+                self._check_parameters(k)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
+
+    def _end_task(self, task: int) -> None:
+        if self._filled <= self._lowest() and self._on_end is not None:
+            self.release()
+            self._on_end()
+            self._on_end = None
+            self.machine.counters.num_steps += 1
+
+    def _lowest(self) -> int:
+        """The first stage that backward reaches: before it everything is frozen."""
+        return next((k for k, run in enumerate(self.runs) if run.requires_grad), self.program.num_stages + 1)
+
+    def _fill(self, k: int) -> None:
+        self._filled = k
+        saved = self.values.pop(("abar", k), None)
+        source = self._input_of(k)
+        if isinstance(saved, Saved):
+            saved.fill(self.runs[k].placeholders, source)
+            saved.leave()
+        # From here on autograd's graph holds what the backward of stage k needs, and lets it go bit by bit.
+        alone = self.values.pop(("a", k - 1), None)
+        if alone is not None:
+            alone.leave()
+        if self.host:
+            self._drop_host_copies()
+        self.runs[k].tape = None
+
+    def release(self) -> None:
+        """Let everything go."""
+        for value in (*self.values.values(), *self.host.values()):
+            value.leave()
+        self.values.clear()
+        self.host.clear()
+        self.copies.clear()
+        for run in self.runs:
+            run.tape = None
+            run.snapshot = None
+
+    # The list
+
+    def _walk(self, until: int) -> None:
+        """Execute the list up to, and without, an index."""
+        while self.next_index < until:
+            operation = self.program.operations[self.next_index]
+            self._execute(operation, self.program.modes.get(self.next_index))
+            self.next_index += 1
+
+    def _execute(self, operation: Operation, mode: Mode | None) -> None:
+        if isinstance(operation, Forward):
+            assert mode is not None
+            self._repeat(operation, mode)
+        elif isinstance(operation, Backward):
+            if self._filled > operation.stage and torch._C._autograd._get_current_graph_task_keep_graph():
+                self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
+            self._forget(operation.stage)
+        elif isinstance(operation, Offload):
+            value = self.values[operation.value]
+            self.host[operation.value] = value
+            self.machine.counters.moved_bytes += value.offload(self.machine.tier)
+        elif isinstance(operation, Release):
+            self.values.pop(operation.value).leave()
+        elif isinstance(operation, Prefetch):
+            value = self.values[operation.value] = self.host[operation.value]
+            self.machine.counters.moved_bytes += value.prefetch(self.machine.tier)
+        else:
+            assert isinstance(operation, Await)
+            awaited = self.values.get(operation.value)  # what only autograd holds is there
+            if awaited is not None:
+                awaited.arrive()
+
+    def _forget(self, k: int) -> None:
+        for key in (("abar", k), ("a", k - 1)):
+            value = self.values.pop(key, None)
+            if value is not None:
+                value.leave()
+        if self.host:
+            self._drop_host_copies()
+
+    def _drop_host_copies(self) -> None:
+        """Give back the room of values that are not fetched any more."""
+        for value in [v for v in self.host if self.program.last_prefetch.get(v, -1) < self.next_index]:
+            if value not in self.values:
+                del self.host[value]
+
+    def _produce(self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
+        name = self.machine.stage_name(k)
+        movable = ("abar" if operation.save == "all" else "a", k) in self.program.moved
+        fixed = self.machine.storages_of(k) if movable else ()
+        if operation.save == "all":
+            self.values[("abar", k)] = Saved(name, outputs, sorter, movable=movable, fixed=fixed)
+            return
+        self.values[("a", k)] = Activation(name, outputs, movable=movable, fixed=fixed)
+        if operation.save == "drop":
+            alone = self.values.pop(("a", k - 1), None)
+            if alone is not None:
+                alone.leave()
+
+    def _input_of(self, k: int) -> Activation | None:
+        """a[k-1], by itself or inside abar[k-1]."""
+        return self.values.get(("a", k - 1)) or self.values.get(("abar", k - 1))
+
+    def _let_input_go(self, k: int) -> None:
+        """Nobody reads a[k-1] any more; what autograd keeps of it stays."""
+        alone = self.values.pop(("a", k - 1), None)
+        if alone is not None:
+            alone.leave()
+        around = self.values.get(("abar", k - 1))
+        if around is not None:
+            around.keep_only(())
+
+    # Running a stage again
+
+    def _repeat(self, operation: Forward, mode: Mode) -> None:
+        k = operation.stage
+        run = self.runs[k]
+        tape, source = run.tape, self._input_of(k)
+        assert tape is not None
+        assert source is not None
+        self._check_parameters(k)
+        inputs = source.tensors(tape.inputs, self.machine.is_state)
+        sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
+        if operation.save != "all":
+            outputs = self._run_again(k, inputs, discard)
+        else:
+            outputs = self._run_for_backward(k, inputs, sorter)
+        if sorter is not None:
+            sorter.finish(inputs, self._fixed(tape))
+        made = dict(zip(tape.outputs, outputs, strict=True)) if outputs and self.program.keeps_outputs(k) else {}
+        self._produce(operation, k, made, sorter)
+        if self.next_index in self.program.last_reads:
+            self._let_input_go(k)
+        self.machine.counters.num_recomputed += self.program.sizes[k - 1]
+
+    def _run_for_backward(
+        self, k: int, inputs: Mapping[int, torch.Tensor], sorter: Sorter | None
+    ) -> list[torch.Tensor]:
+        run = self.runs[k]
+        ends_early = sorter is None and self._may_end_early(k)
+        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, ends_early=ends_early)
+        try:
+            try:
+                outputs = self._run_again(k, inputs, catch.pack)
+            except EndOfRunError:
+                outputs = []
+            catch.finish()
+            if run.fingerprints is not None:
+                Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
+        except BaseException:
+            if sorter is not None:
+                sorter.clear()
+            raise
+        finally:
+            catch.tensors.clear()  # the graph of the run holds the hook, the hook this list, and these the graph
+        return outputs
+
+    def _may_end_early(self, k: int) -> bool:
+        """Whether the repeated run of stage k that comes now can end with the last tensor that it saves.
+
+        The first one goes to the end, and in strict mode all do, so that the number of tensors is compared, too.
+        """
+        is_known = k in self.machine.repeated and not self.machine.strict
+        self.machine.repeated.add(k)
+        return is_known and self.next_index in self.program.unwanted and self.runs[k].saves_last_before_a_product
+
+    def _run_again(self, k: int, inputs: Mapping[int, torch.Tensor], pack: Pack) -> list[torch.Tensor]:
+        run = self.runs[k]
+        assert run.tape is not None
+        assert run.random is not None
+        if self.draws_unnoticed:
+            raise self.machine.unknown_numbers(k)
+        buffers, read = run.buffers, partial(_storages_read, run.tape, inputs)
+        assert buffers is not None
+        earlier = buffers.earlier(run.snapshot, self.copies, read)
+        if earlier:
+            pack = _copying(pack, buffers.rewritten(earlier))
+        with (
+            _MarkedAsRecomputing(),
+            registered_again(run.registered),
+            self.variants.running(k),
+            self.machine.generators.replayed(run.random),
+            buffers.protected(run.snapshot, earlier, self.copies, read),
+            torch.enable_grad(),
+            saved_tensors_hooks(pack, never_opened),
+        ):
+            return run.tape.run(inputs)
+
+    def _check_parameters(self, k: int) -> None:
+        run = self.runs[k]
+        if versions_of(run.parameters) == run.versions:
+            return
+        for parameter, version in zip(run.parameters, run.versions, strict=True):
+            if parameter._version != version and (parameter.requires_grad or k in self.program.taped):
+                raise ExecutionError(
+                    f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
+                    "in place between forward and backward; change it after the backward pass"
+                )
+
+    def _fixed(self, tape: Tape) -> set[int]:
+        """Addresses of storages that a stage reads and that are not its own."""
+        held = {held.tensor.untyped_storage()._cdata for held in tape.held if held.tensor.layout is torch.strided}
+        return held | self.machine.storages_of(tape.stage)
+
+
+def _storages_read(tape: Tape, inputs: Mapping[int, torch.Tensor]) -> set[int]:
+    """The addresses of the storages that a stage's glue reads beside its own."""
+    tensors = (*(held.tensor for held in tape.held), *inputs.values())
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+
+
+def _copying(pack: Pack, addresses: set[int]) -> Pack:
+    """A packing hook that saves a copy where the memory will be written to."""
+
+    def copying(tensor: torch.Tensor) -> Any:
+        own = tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in addresses
+        return pack(tensor if own else tensor.detach().clone())
+
+    return copying
+
+
+class _MarkedAsRecomputing:
+    """While inside, `is_recomputing` says so."""
+
+    def __enter__(self) -> None:
+        _recomputing.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _recomputing.depth -= 1

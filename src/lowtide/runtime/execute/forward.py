@@ -1,0 +1,145 @@
+"""The model's own forward under a schedule: its stages' first runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.machine import Machine
+from lowtide.runtime.execute.program import Mode
+from lowtide.runtime.execute.saved import Pack, Sink, Unpack
+from lowtide.runtime.execute.strict import Fingerprints, noting
+from lowtide.runtime.execute.values import Activation, Sorter
+from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.replay.endings import saves_last_before_a_product
+from lowtide.runtime.replay.staged import StagedForward
+from lowtide.runtime.replay.tape import versions_of
+from lowtide.runtime.state.buffers import Snapshot
+from lowtide.runtime.state.rng import GeneratorWatch, State
+
+
+class ExecutedForward(StagedForward):
+    """The model's own forward under a schedule."""
+
+    may_skip = True
+
+    def __init__(self, machine: Machine, step: Step) -> None:
+        program = machine.program
+        watched = range(1, program.num_stages + 1) if machine.functions else program.watched
+        super().__init__(machine.layout, program.taped, machine.is_state, watched=watched, functions=machine.functions)
+        self.machine = machine
+        self.step = step
+        self._hooks: tuple[Pack, Unpack] | None = None
+        self._sorter: Sorter | None = None
+        self._before: State | None = None
+        self._snapshot: Snapshot | None = None
+        self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
+
+    def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model under the schedule."""
+        try:
+            with self.machine.noticing_draws(self.step):
+                result = super().run(plain, args, kwargs)
+        except BaseException:
+            self.step.release()
+            if self._sorter is not None:
+                self._sorter.clear()
+            raise
+        finally:
+            self.step.variants.end()
+            for tape in self.tapes.values():
+                tape.close()
+        reach = partial(self.step.reach, self.stage)
+        for tensor in tensors_of(result):
+            if tensor.grad_fn is not None:
+                self.step.runs[self.stage].requires_grad = True
+                tensor.grad_fn.register_prehook(reach)
+        self.step.end_forward()
+        return result
+
+    def begin_stage(self, k: int) -> None:
+        """Get ready for the first run of stage k."""
+        step, machine = self.step, self.machine
+        if k == 1 and step.program.keeps_outputs(0):
+            inputs = Activation("the model's input", self.ledger.alive(0), movable=("a", 0) in step.program.moved)
+            step.values[("a", 0)] = inputs
+        step.before_first(k)
+        step.variants.begin(k)
+        super().begin_stage(k)
+        run, mode = step.runs[k], step.program.modes[step.program.first[k]]
+        run.tape = self.tape
+        self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
+        self._hooks = None
+        if mode is not Mode.NATIVE:
+            sink: Sink | None = None if self._sorter is None else self._sorter.add
+            if machine.strict:
+                run.fingerprints = Fingerprints()
+                sink = noting(sink, run.fingerprints)
+            self._hooks = run.placeholders.first_run(step, sink)
+            self._begin_call = run.placeholders.begin_call
+        self._before = None
+        if self.tape is not None:
+            everything = machine.probes_all_generators(k)
+            state = self._random
+            if state is None or everything:
+                state = machine.generators.state(everything=everything)
+            self._before = state
+        self._snapshot = machine.buffers_of(k).before()
+
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """Where generators are set between calls, in a stage that may run again."""
+        return self.machine.watch_of(k)
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        """Hand over what the first run of stage k left."""
+        super().end_stage(k, outputs)
+        run = self.step.runs[k]
+        if self.tape is not None and self.tape.refusal is not None:
+            raise ExecutionError(self.tape.refusal)
+        self._random = None
+        if self._before is not None:
+            self._random = self.machine.generators.state(everything=False)
+            sets_generators = self.tape is not None and self.tape.sets_generators
+            run.random = self.machine.random_start(k, self._before, sets_generators=sets_generators)
+            run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
+        run.snapshot = self._snapshot
+        run.buffers = buffers = self.machine.buffers_of(k)
+        buffers.after(run.snapshot, self.step.copies)
+        if run.fingerprints is not None:
+            run.fingerprints.finish(buffers.written(run.snapshot))
+        run.parameters = self.machine.parameters_of(k)
+        run.versions = versions_of(run.parameters)
+        for tensor in outputs.values() if k < self.layout.num_stages else ():
+            node = tensor.grad_fn  # each look makes a new object
+            if node is not None:
+                run.requires_grad = True
+                node.register_prehook(partial(self.step.reach, k))
+        if k in self.machine.ending_early:
+            run.saves_last_before_a_product = saves_last_before_a_product(outputs.values())
+        self.step.after_first(k, outputs, self._sorter)
+        self._sorter = None
+
+    def invoke(
+        self,
+        name: str,
+        call: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run one call of the current stage under its hooks."""
+        if self._hooks is None:
+            return super().invoke(name, call, args, kwargs, module)
+        self._begin_call(name)
+        # What `saved_tensors_hooks` does, without two calls of Python for each call of the model.
+        _push_saved_tensors_default_hooks(*self._hooks)
+        try:
+            return super().invoke(name, call, args, kwargs, module)
+        finally:
+            _pop_saved_tensors_default_hooks()

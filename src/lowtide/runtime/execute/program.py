@@ -1,0 +1,191 @@
+"""A schedule read for execution: for each stage how its first forward runs, and for each forward what it must keep.
+
+The first forward of each stage is the model's own; everything that the schedule asks for besides is done by the
+executor, in the order of the list. How the tensors that a stage saves are looked after depends on what happens to
+them later:
+
+- `NATIVE`: they stay until backward, and so does the stage's input: autograd keeps them by itself, as in plain
+  training.
+- `COUNT`: they are let go (`keep`, `drop`), and a later forward makes them again.
+- `HOLD`: a repeated forward hands them to autograd, where they stay until backward.
+- `SORT`: they are moved to the host, or the stage's input is moved or made again before backward: each is known as a
+  view of a storage, and put together again for backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from lowtide.errors import PlanError, ScheduleError
+from lowtide.runtime.execute.coarse import Coarse
+from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
+
+
+class Mode(Enum):
+    """How the tensors that one forward saves are looked after."""
+
+    NATIVE = "native"
+    COUNT = "count"
+    HOLD = "hold"
+    SORT = "sort"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule and what follows from it.
+
+    Args:
+        operations: the list.
+        num_stages: n.
+        first: the index of each stage's first forward, by stage (entry 0 is unused).
+        backward: the index of each stage's backward.
+        modes: the mode of each forward, by its index in the list.
+        taped: the stages that are recorded: those that run again, and those whose saved tensors are sorted.
+        watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, and
+            those before whose backward there is something to do.
+        moved: the values that are copied to the host.
+        last_prefetch: for each value that is fetched, the index of the last time.
+        variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
+        sizes: how many of the schedule's own stages each stage here stands for.
+        last_reads: the repeated forwards, by their index in the list, after which nobody reads the stage's input: what
+            its backward needs of it autograd has.
+        unwanted: the repeated forwards, by their index in the list, whose output nobody wants: the backward of the next
+            stage is over.
+    """
+
+    operations: tuple[Operation, ...]
+    num_stages: int
+    first: tuple[int, ...]
+    backward: tuple[int, ...]
+    modes: dict[int, Mode]
+    taped: frozenset[int]
+    watched: frozenset[int]
+    moved: frozenset[Value]
+    last_prefetch: dict[Value, int]
+    variants: tuple[int, ...]
+    sizes: tuple[int, ...]
+    last_reads: frozenset[int]
+    unwanted: frozenset[int]
+
+    @classmethod
+    def of(cls, schedule: Schedule, coarse: Coarse) -> Program:
+        """Read a schedule that the simulator has found legal, over the stages that it was joined to.
+
+        Raises:
+            PlanError: where the schedule manages weights, or runs one stage as two variants.
+        """
+        if schedule.manages:
+            raise PlanError(
+                "the schedule moves weights, which only `lowtide simulate` understands so far; solve with "
+                "manage_weights=False, or with a strategy that moves no weights"
+            )
+        operations, num_stages = coarse.operations, coarse.split.num_stages
+        first, backward = _places(operations, num_stages)
+        modes = {
+            index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
+            for index, operation in enumerate(operations)
+            if isinstance(operation, Forward)
+        }
+        repeated = {op.stage for i, op in enumerate(operations) if isinstance(op, Forward) and first[op.stage] != i}
+        sorted_stages = {operations[index].stage for index, mode in modes.items() if mode is Mode.SORT}
+        moved = {op.value for op in operations if isinstance(op, Offload | Prefetch | Release)}
+        taped = frozenset(repeated | sorted_stages)
+        watched = {
+            k
+            for k in range(num_stages + 1)
+            if k in taped
+            or k + 1 in taped
+            or ("a", k) in moved
+            or ("abar", k) in moved
+            or (k and not isinstance(operations[backward[k] - 1], Backward) and backward[k] - 1 != first[num_stages])
+        }
+        return cls(
+            operations,
+            num_stages,
+            first,
+            backward,
+            modes,
+            taped,
+            frozenset(watched),
+            frozenset(moved),
+            {op.value: index for index, op in enumerate(operations) if isinstance(op, Prefetch)},
+            _variants(operations, num_stages),
+            coarse.sizes,
+            frozenset(i for i, mode in modes.items() if mode is Mode.HOLD and _is_last_read(operations, i, backward)),
+            frozenset(
+                index
+                for index, mode in modes.items()
+                if mode is Mode.HOLD and (k := operations[index].stage) < num_stages and backward[k + 1] < index
+            ),
+        )
+
+    @property
+    def unwatched(self) -> frozenset[int]:
+        """The stages that autograd looks after alone: nothing needs to be known of what they make."""
+        return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
+
+    def origin_of(self, k: int) -> int:
+        """The first of the schedule's own stages that stage k stands for."""
+        return 1 + sum(self.sizes[: k - 1])
+
+    def keeps_outputs(self, k: int) -> bool:
+        """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""
+        return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved
+
+
+def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first, backward = [-1] * (num_stages + 1), [-1] * (num_stages + 1)
+    for index, operation in enumerate(operations):
+        if isinstance(operation, Forward) and first[operation.stage] < 0:
+            first[operation.stage] = index
+        elif isinstance(operation, Backward):
+            backward[operation.stage] = index
+    if min(*first[1:], *backward[1:]) < 0:
+        missing = next(k for k in range(1, num_stages + 1) if min(first[k], backward[k]) < 0)
+        raise ScheduleError(f"the schedule has no forward or no backward of stage {missing}, and the model has it")
+    return tuple(first), tuple(backward)
+
+
+def _variants(operations: tuple[Operation, ...], num_stages: int) -> tuple[int, ...]:
+    variants: list[int | None] = [None] * (num_stages + 1)
+    for operation in operations:
+        if isinstance(operation, Forward) and operation.save == "all":
+            if variants[operation.stage] not in (None, operation.variant):
+                raise PlanError(
+                    f"the schedule saves stage {operation.stage} as variant {variants[operation.stage]} and later as "
+                    f"variant {operation.variant}; a stage runs as one of them within a step"
+                )
+            variants[operation.stage] = operation.variant
+    return tuple(variant or 0 for variant in variants)
+
+
+def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...]) -> bool:
+    """Whether the input of the stage that runs at an index is neither read nor moved from there to its backward."""
+    k = operations[index].stage
+    for later in operations[index + 1 : backward[k]]:
+        if isinstance(later, Forward) and later.stage == k:
+            return False
+        if not isinstance(later, Forward | Backward) and later.value in (("a", k - 1), ("abar", k - 1)):
+            return False
+    return True
+
+
+def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool) -> Mode:
+    operation = operations[index]
+    assert isinstance(operation, Forward)
+    if operation.save != "all":
+        return Mode.COUNT
+    k = operation.stage
+    own, inputs = ("abar", k), (("a", k - 1), ("abar", k - 1))
+    again = False
+    for later in operations[index + 1 : backward[k]]:
+        if isinstance(later, Offload | Release | Prefetch) and later.value == own:
+            return Mode.SORT
+        if isinstance(later, Release) and later.value in inputs:
+            return Mode.SORT
+        if isinstance(later, Forward) and later.stage == k:
+            if later.save == "drop":
+                return Mode.SORT  # a[k-1] goes
+            again = again or later.save == "all"
+    return Mode.NATIVE if is_first and not again else Mode.HOLD

@@ -1,0 +1,220 @@
+"""What stands in autograd's graph for the tensors that a stage saves.
+
+A stage whose tensors are let go, moved or made again runs under saved-tensor hooks: each tensor that autograd wants to
+save becomes a `Placeholder`. The executor fills a stage's placeholders when backward reaches the stage, or when the
+first of them is opened. A repeated forward saves the same tensors in the same order; the n-th is for the n-th
+placeholder.
+
+Hooks switch off autograd's own check for in-place changes, so a filled placeholder remembers the version of its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.replay.endings import EndOfRunError
+from lowtide.runtime.replay.tape import version_of
+
+
+class Opener(Protocol):
+    """Who fills placeholders."""
+
+    def reach(self, k: int) -> None:
+        """Backward has reached stage k: fill its placeholders."""
+
+    def changed(self, k: int, tensor: torch.Tensor) -> None:
+        """A tensor that stage k saved was changed in place: raise."""
+
+
+class Placeholder:
+    """One saved tensor, there or not; made by packing hooks by the thousand, so it is as small as can be."""
+
+    __slots__ = ("tensor", "version")
+
+    tensor: torch.Tensor | None
+    """Without history: a graph that held itself would never be freed."""
+    version: int
+    """How often the tensor's memory had been written to when it was saved."""
+
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+Sink = Callable[[torch.Tensor], None]
+"""What is done with each tensor that a run saves, in order."""
+
+
+_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+
+
+class Placeholders:
+    """The placeholders of one stage in one step, in the order in which its tensors were saved.
+
+    They are held here until they are filled; from then on by autograd's graph alone, which lets each go as soon as
+    backward has used it.
+    """
+
+    __slots__ = ("_calls", "_dtypes", "_made", "_shapes", "name", "stage")
+
+    def __init__(self, stage: int, name: str) -> None:
+        self.stage = stage
+        self.name = name
+        self._made: list[Placeholder] = []
+        self._shapes: list[torch.Size] = []
+        self._dtypes: list[torch.dtype] = []
+        self._calls: list[tuple[int, str]] = []
+
+    def begin_call(self, name: str) -> None:
+        """What the first forward saves from here on is saved by this submodule, or function between submodules."""
+        self._calls.append((len(self._shapes), name))
+
+    def first_run(self, opener: Opener, sink: Sink | None) -> tuple[Pack, Unpack]:
+        """The hooks of the stage's first forward."""
+        # Bound once: these run for every tensor that is saved, between one kernel and the next. Two lists and no pairs,
+        # since the garbage collector counts pairs, and comes the sooner.
+        note, note_shape, note_dtype = self._made.append, self._shapes.append, self._dtypes.append
+        make = Placeholder
+
+        def pack(tensor: torch.Tensor) -> Placeholder:
+            placeholder = make()
+            placeholder.tensor = None
+            note(placeholder)
+            note_shape(tensor.shape)
+            note_dtype(tensor.dtype)
+            if sink is not None:
+                sink(tensor)
+            return placeholder
+
+        return pack, self._unpacking(opener)
+
+    def _unpacking(self, opener: Opener) -> Unpack:
+        stage = self.stage
+
+        def unpack(placeholder: Placeholder) -> torch.Tensor:
+            tensor = placeholder.tensor
+            if tensor is None:
+                opener.reach(stage)
+                tensor = placeholder.tensor
+            if tensor is None:
+                raise ExecutionError(
+                    f"backward asks for what stage {self.name!r} saved after it was let go; to go through a part of "
+                    "the graph twice, call backward(retain_graph=True) the first time"
+                )
+            if version_of(tensor) != placeholder.version:
+                opener.changed(stage, tensor)
+            return tensor
+
+        return unpack
+
+    def repeated_run(self, sink: Sink | None, *, ends_early: bool = False) -> RepeatedRun:
+        """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders.
+
+        With `ends_early` it raises `EndOfRunError` when as many tensors are there as the first run saved.
+        """
+        return RepeatedRun(self, sink, len(self._shapes) if ends_early else None)
+
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Compare what a repeated forward saved with what the first did.
+
+        Raises:
+            ExecutionError: where shapes, dtypes or the number of tensors differ.
+        """
+        if list(map(_shape, tensors)) == self._shapes and list(map(_dtype, tensors)) == self._dtypes:
+            return
+        pairs = zip(tensors, self._shapes, self._dtypes, strict=False)
+        for index, (tensor, shape, dtype) in enumerate(pairs):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ExecutionError(
+                    f"{self._place(index)} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
+                    f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
+                )
+        raise ExecutionError(
+            f"stage {self.name!r} saved {len(self._shapes)} tensors the first time and {len(tensors)} when it ran "
+            f"again; {_ADVICE}"
+        )
+
+    def _place(self, index: int) -> str:
+        """Who saved the tensor at a position, in words."""
+        name = next((name for start, name in reversed(self._calls) if start <= index), "")
+        return f"stage {self.name!r}" if name in ("", self.name) else f"stage {self.name!r}, in {name!r},"
+
+    def take(self) -> list[Placeholder]:
+        """All of them, for whoever fills them now; none where they are filled already.
+
+        Some may be wanted by nobody any more: what they are filled with goes with the list.
+        """
+        taken = self._made.copy()
+        self._made.clear()  # not a new list: the packing hook, which the graph holds, has this one
+        return taken
+
+    def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
+        """Give each placeholder its tensor; those that an earlier repeated run filled keep what they have."""
+        for placeholder, tensor, version in zip(self.take(), tensors, versions, strict=False):
+            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            placeholder.version = version
+
+
+class RepeatedRun:
+    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end.
+
+    Args:
+        placeholders: for which it runs.
+        sink: is handed each tensor.
+        num_wanted: the run is ended when so many are there; None: it ends by itself.
+    """
+
+    __slots__ = ("_placeholders", "_sink", "_versions", "pack", "tensors")
+
+    def __init__(self, placeholders: Placeholders, sink: Sink | None, num_wanted: int | None) -> None:
+        self._placeholders = placeholders
+        self._sink = sink
+        self.tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self.pack: Pack = self._packing() if num_wanted is None else self._packing_until(num_wanted)
+
+    def _packing(self) -> Pack:
+        note, note_version, sink = self.tensors.append, self._versions.append, self._sink
+
+        def pack(tensor: torch.Tensor) -> None:
+            note(tensor)
+            note_version(version_of(tensor))
+            if sink is not None:
+                sink(tensor)
+
+        return pack
+
+    def _packing_until(self, num_wanted: int) -> Pack:
+        pack, tensors = self._packing(), self.tensors
+
+        def pack_until(tensor: torch.Tensor) -> None:
+            pack(tensor)
+            if len(tensors) == num_wanted:
+                raise EndOfRunError
+
+        return pack_until
+
+    def finish(self) -> None:
+        """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
+
+        Raises:
+            ExecutionError: where it differs.
+        """
+        self._placeholders.check(self.tensors)
+        if self._sink is None:
+            self._placeholders.fill(self.tensors, self._versions)
+
+
+_ADVICE = "what a stage does must follow from its input, its parameters and random numbers alone"
+
+
+def discard(tensor: torch.Tensor) -> None:
+    """The packing hook of a repeated forward of which only the output is wanted."""
+
+
+def never_opened(packed: Any) -> torch.Tensor:
+    """The unpacking hook of a graph that nobody goes through."""
+    raise ExecutionError("the graph of a repeated forward was used; gradients flow through the first forward's")

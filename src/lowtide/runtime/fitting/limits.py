@@ -1,0 +1,56 @@
+"""What a machine has: memory on the device and on the lower tier, and what an optimizer's step takes on top."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from lowtide.runtime.measure.weights import Optimizer
+
+# Of what is free on the device, this share stays free: for fragmentation and for what others take meanwhile.
+_DEVICE_RESERVE = 0.1
+
+# Of the host's free memory, or of the disk's room, at most this share is used without being told a budget.
+_HOST_SHARE = 0.8
+
+
+def device_budget(device: torch.device) -> int:
+    """What is free, and what this process has there already, less a reserve, in bytes."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * (1 - _DEVICE_RESERVE)) + torch.cuda.memory_allocated(device)
+    return int(_free_host_bytes() * (1 - _DEVICE_RESERVE))
+
+
+def host_budget(device: torch.device) -> int:
+    """What the lower tier may take without being told: of host memory for CUDA, of the temporary folder for the CPU."""
+    if device.type == "cuda":
+        return int(_free_host_bytes() * _HOST_SHARE)
+    return int(shutil.disk_usage(tempfile.gettempdir()).free * _HOST_SHARE)
+
+
+def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> int:
+    """What an optimizer's step allocates for its own duration, as torch's do it.
+
+    On CUDA they work on all parameters at once and make a copy of each (the denominator of Adam, decayed gradients); on
+    the CPU on one after the other, with two copies of it; a fused one makes none.
+    """
+    sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
+    if not sizes:
+        return 0
+    settings = optimizer.defaults if isinstance(optimizer, torch.optim.Optimizer) else {}
+    if settings.get("fused"):
+        return 0
+    foreach = settings.get("foreach")
+    at_once = device.type == "cuda" if foreach is None else bool(foreach)
+    return sum(sizes) if at_once else 2 * max(sizes)
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

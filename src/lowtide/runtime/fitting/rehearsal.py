@@ -1,0 +1,199 @@
+"""Trying a schedule: a few steps of the model itself, which leave no trace."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.measure.stages import leaves_behind, storages_of
+from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, optimizer_state_bytes
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.state.lists import StageLists, is_settings
+from lowtide.runtime.state.preserve import preserved
+
+# Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
+# run out of memory where that did not.
+_MORE_STEPS = {"cuda": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of training is made of besides the model.
+
+    Args:
+        sample: what the model is called with.
+        loss: makes a loss of its result; None: the result is one, or contains one, or all of it counts.
+        optimizer: the optimizer, or its kind.
+        grads_resident: whether gradients are there from the beginning.
+        keeps_result: whether the model's result is in hand while backward runs.
+    """
+
+    sample: Sample
+    loss: Callable[[Any], Any] | None
+    optimizer: Optimizer
+    grads_resident: bool
+    keeps_result: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What a schedule took: the peak of its first step (of the first two where modules carry something over), with the
+    optimizer's state that is to come, and the mean time of the steps after it, which follow each other as in a training
+    loop.
+    """
+
+    peak_bytes: int
+    seconds: float
+
+
+def rehearse(
+    model: nn.Module, step: Step, execution_for: Callable[[Callable[..., Any]], Execution], *, num_timed: int = 0
+) -> Rehearsal:
+    """Run steps under a schedule without leaving a trace.
+
+    Args:
+        model: the model.
+        step: how it is trained.
+        execution_for: makes the execution, given who is to be called in place of the model.
+        num_timed: how many steps to time after the first; on CUDA there is one more in any case.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    holder: list[Execution] = []
+
+    def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
+
+    holder.append(execution_for(call))
+    let_go(device)
+    set_aside_bytes = _gradient_bytes(model)
+    state = _state_to_come(model, step.optimizer)
+    lists = StageLists(model.modules())
+    found = lists.before()
+    with preserved(model), torch.enable_grad():
+        holder[0].install()
+        try:
+            _set_gradients(model, resident=step.grads_resident)
+            carried = _carried(model)
+            with Meter(device) as meter:
+                _run(model, step)
+                peak_bytes, now = meter.peak_bytes, _carried(model)
+                replaced_bytes = sum(num_bytes for key, num_bytes in carried.items() if key not in now)
+                if now.keys() != carried.keys():  # the second step finds others
+                    if replaced_bytes:
+                        # `preserved` keeps what the first step replaced, which training lets go on the way. So one
+                        # more first step begins with what the last one made, and the former is not counted.
+                        holder.pop().remove()
+                        holder.append(execution_for(call))
+                        holder[0].install()
+                        meter.reset_peak()
+                    lists.put_back(found)
+                    _set_gradients(model, resident=step.grads_resident)
+                    _run(model, step)
+                    is_less = sum(now.values()) < sum(carried.values())
+                    peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
+            num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
+            begin = _now(device)
+            for _ in range(num_more):
+                lists.put_back(found)  # as a training loop clears them
+                _set_gradients(model, resident=step.grads_resident)
+                _run(model, step)
+            seconds = (_now(device) - begin) / max(1, num_more)
+        finally:
+            for execution in holder:
+                execution.remove()
+            holder.clear()
+            state.clear()
+    return Rehearsal(peak_bytes - set_aside_bytes, seconds)
+
+
+def let_go(device: torch.device) -> None:
+    """Give back what nobody holds: steps begin alike, and what follows finds no large blocks that were cut up.
+
+    An allocator keeps freed blocks. Those of measuring are as large as the largest stage; a step would put small
+    tensors that live long into them, and have no room where it needs such a block itself.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _run(model: nn.Module, step: Step) -> None:
+    result = step.sample.call(model)
+    target = result if step.loss is None else step.loss(result)
+    if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
+        target = target["loss"]
+    starts = [t for t in tensors_of(target) if t.requires_grad]
+    del target
+    if not step.keeps_result:
+        del result
+    gradients = [
+        (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
+    ]
+    torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+    for leaf, gradient in gradients:  # tensors of the user's that nobody registered
+        leaf.grad = gradient
+
+
+def _set_gradients(model: nn.Module, *, resident: bool) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
+
+
+def _state_to_come(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    """Memory for the optimizer's state that is not there yet, in pieces like those that it will make.
+
+    It is there and not merely added: what an allocator loses between blocks depends on all of them.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    planned = optimizer_state_bytes(optimizer, trainable)
+    missing = sum(planned.values()) - (existing_state_bytes(model, optimizer) - _gradient_bytes(model))
+    if missing <= 0:
+        return []
+    if missing < sum(planned.values()):
+        return [torch.empty(missing, dtype=torch.uint8, device=trainable[0].device)]
+    pieces = []
+    for parameter in trainable:
+        left = planned.get(id(parameter), 0)
+        while left > 0:
+            num_bytes = min(left, max(1, parameter.numel() * parameter.element_size()))
+            pieces.append(torch.empty(num_bytes, dtype=torch.uint8, device=parameter.device))
+            left -= num_bytes
+    return pieces
+
+
+def _carried(model: nn.Module) -> dict[int, int]:
+    """What modules carry from one step to the next in attributes and buffers (hidden states, memories, weights that a
+    forward computes): the bytes of each storage, by its address. Other names of parameters are nothing more.
+    """
+    pending = [value for module in model.modules() for name, value in vars(module).items() if name != "_parameters"]
+    storages, seen = dict[int, torch.UntypedStorage](), set[int]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            storages.update(storages_of(value))
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:  # a list may contain itself
+            seen.add(id(value))
+            pending += value.values() if isinstance(value, dict) else value
+        elif is_settings(value):
+            pending.append(vars(value))
+    known = storages_of(list(model.parameters()))
+    return {key: storage.nbytes() for key, storage in storages.items() if key not in known}
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)

@@ -1,0 +1,143 @@
+"""From what was asked for to a schedule: the strategy's answer, with the executor's own work in mind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.chain import Chain
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.runtime.capture.capture import StageNames
+from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.transfer.arena import rounded
+from lowtide.schedule import Offload, Schedule
+from lowtide.solve import Solution, solve
+
+# What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.
+# Without it, a network of many small stages has dozens of them repeated one by one for next to nothing. DenseNet-121 on
+# an H200, side by side, within 80, 60 and 40 % of plain training's memory: without it 40, 66 and 111 repeated stages in
+# 84, 95 and 84 ms, with it 18, 38 and 72 in 67, 70 and 75 ms; 62 to 70 ms were simulated for both. ResNets, whose
+# kernels are long, do not notice. Beyond 200 us nothing more is left out.
+_RERUN_SECONDS = 50e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `fit` was asked for; see there."""
+
+    memory_budget: int
+    strategy: str
+    bandwidth: int
+    host_memory_budget: int | None
+    optimizer: Optimizer
+    loss: Callable[[Any], Any] | None
+    stages: StageNames | None
+    grads_resident: bool
+    keeps_result: bool
+    slots: int | None
+    strict: bool
+    progress: Callable[[str, float], None] | None
+    compilation: Compilation | None = None
+    allow_rounding: bool = False
+
+
+def solution_for(chain: Chain, settings: Settings) -> Solution:
+    """The fastest schedule within the budgets of the device and of the host."""
+
+    def found(bandwidth: int) -> Solution:
+        return solved_for_executor(
+            chain,
+            memory_budget=settings.memory_budget,
+            bandwidth=bandwidth,
+            strategy=settings.strategy,
+            slots=settings.slots,
+            manage_weights=False,
+            progress=settings.progress,
+        )
+
+    solution = found(settings.bandwidth)
+    limit = settings.host_memory_budget
+    if limit is not None and host_bytes(chain, solution.schedule) > limit:
+        return found(0)  # what would have to be moved has no room: recompute instead
+    return solution
+
+
+def leanest_solution(chain: Chain, settings: Settings) -> Solution:
+    """A schedule within the least budget of a chain, the same one whatever stages were measured to take.
+
+    Several may be the leanest by prediction, and differ when they are tried. If it hung on how long stages took this
+    time which of them is taken, the next `fit` could refuse the budget that this one has named.
+    """
+    try:
+        return solution_for(_with_even_times(chain, settings.bandwidth), settings).on(chain)
+    except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
+        return solution_for(chain, settings)
+
+
+def _with_even_times(chain: Chain, bandwidth: int) -> Chain:
+    """Every computation takes a second; where values move, about the mean, so that copies are about as slow as they
+    are: a power of two, which is the same one for most measurements.
+    """
+    mean = chain.compute_seconds / (2 * chain.num_stages) if bandwidth else 0.0
+    even = 2.0 ** round(math.log2(mean)) if mean else 1.0
+    return chain.with_times(lambda _: even, lambda _: even)
+
+
+def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0, **settings: Any) -> Solution:
+    """A schedule that is chosen with the executor's own work counted, and simulated on the chain as it is.
+
+    The counted chain takes longer for first forwards, too. That is no matter for recomputation; but copies that are
+    hidden behind those forwards may not be behind real ones (DenseNet-121 on an H200 within the middle of its memory:
+    pofo's schedule for the counted chain is simulated to wait 8.8 ms, that for the chain itself not at all). So where
+    values move, the better of the schedules for both is taken.
+
+    Args:
+        chain: what the stages cost.
+        memory_budget: bytes of the device.
+        bandwidth: bytes per second of the link to the host; 0: there is none.
+        settings: others of `lowtide.solve`.
+
+    Raises:
+        InfeasibleBudgetError: where there is none for either.
+    """
+    found, refused = list[Solution](), list[InfeasibleBudgetError]()
+    for each in (with_reruns_counted(chain), chain):
+        try:
+            solution = solve(each, memory_budget=memory_budget, bandwidth=bandwidth or None, **settings).on(chain)
+        except InfeasibleBudgetError as error:  # what needs which memory may depend on times, where values move
+            refused.append(error)
+        else:
+            found.append(solution)
+        if not bandwidth or (found and not found[0].trace.moved_bytes):
+            break
+    if not found:
+        try:
+            raise min(refused, key=lambda error: error.minimum_bytes)
+        finally:
+            refused.clear()  # their tracebacks have this frame: a batch would stay until the collector comes
+    return min(found, key=lambda way: (way.peak_bytes > memory_budget, _counted_seconds(way)))
+
+
+def _counted_seconds(solution: Solution) -> float:
+    return solution.seconds + _RERUN_SECONDS * solution.trace.num_recomputed
+
+
+def with_reruns_counted(chain: Chain) -> Chain:
+    """A chain to solve for: each forward takes a little longer, so that one more of them must be worth it."""
+    return chain.with_times(lambda seconds: seconds + _RERUN_SECONDS, lambda seconds: seconds)
+
+
+def host_bytes(chain: Chain, schedule: Schedule) -> int:
+    """What the lower tier must hold at the most: every value that is offloaded, once."""
+    values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
+    total = 0
+    for kind, k in values:
+        stage = chain.stages[k - 1] if k else None
+        if kind == "a":
+            total += rounded(chain.activation_bytes(k))
+        elif stage is not None:
+            total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
+    return total

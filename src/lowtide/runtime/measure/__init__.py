@@ -1,0 +1,1 @@
+"""Stages to a `Chain`: seconds and bytes, measured stage by stage."""

@@ -1,0 +1,377 @@
+"""What each stage of a model costs: `measure(model, sample) -> Chain`.
+
+Stages are run one after the other from their real inputs, each one's data freed before the next, so a model whose plain
+step does not fit can be measured. Stages of one kind (24 equal blocks) are measured once.
+
+| field | what is measured |
+| --- | --- |
+| `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
+| `rerun_seconds` | of a forward that ends with the last tensor it saves, before a matrix product or a convolution |
+| `output_bytes` | the storages of what the next stage reads, without what is held |
+| `saved_bytes` | what is more on the device after forward than before, the input being there in both; for chains
+without moves less the input where neither this stage nor the one before saves it, which then goes |
+| `grad_bytes` | the gradients of these outputs |
+| `forward_extra_bytes` | the peak of a forward that saves all, or of one that saves nothing, beyond what it leaves; and
+the model's result, which the caller holds while stages before the last one run again |
+| `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of output, input and weights;
+and the model's result, as above |
+| `base_bytes` | all else: the batch, buffers, workspaces, held tensors, what others have there |
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain, Stage, Variant
+from lowtide.errors import CaptureError
+from lowtide.runtime.capture.capture import StageNames, capture
+from lowtide.runtime.compile.compiled import CompiledStages
+from lowtide.runtime.measure.backward import wait_for_autograd
+from lowtide.runtime.measure.figures import Progress, measured_stages
+from lowtide.runtime.measure.overhead import stage_overhead
+from lowtide.runtime.measure.stage_figures import StageFigures, unsaved_input_bytes
+from lowtide.runtime.measure.stages import UnfaithfulStageError
+from lowtide.runtime.measure.timing import NOTHING, Timing, paced
+from lowtide.runtime.measure.weights import (
+    Optimizer,
+    StageWeights,
+    existing_state_bytes,
+    optimizer_state_bytes,
+    stage_weights,
+)
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.state.preserve import preserved
+
+# How often stages may be found that cannot be run again as they were cut, each time cutting less finely there.
+_MOST_ATTEMPTS = 8
+
+Result = TypeVar("Result")
+
+
+def measure(
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer = None,
+    name: str | None = None,
+    grads_resident: bool = False,
+    keeps_result: bool = True,
+    moves_activations: bool = True,
+    progress: Progress | None = None,
+) -> Chain:
+    """Measure what each stage of a model costs.
+
+    Args:
+        model: any module, on the CPU or a CUDA device; it is left as it was.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
+        stages: the stages by hand; see `lowtide.runtime.capture.capture.capture`. None: the finest useful chain.
+        loss: what the training loop computes from the model's result; None: the loss in the result where there is one.
+        optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted.
+        name: of the chain; None: the model's class.
+        grads_resident: weight gradients exist from the start (accumulation over several steps).
+        keeps_result: the training loop has the model's result in hand while backward runs.
+        moves_activations: schedules for this chain may copy activations to the host; False: a stage's input that
+            neither it nor the stage before saves does not count beside what it saves.
+        progress: called with what is being done and the share done, 0 to 1.
+
+    Returns:
+        The chain; `provenance` says on what it was measured and how far the times spread.
+
+    Raises:
+        CaptureError: where no chain is found, or running it in stages would not give the same numbers; for arguments
+            that are wrong.
+        SampleError: where the model fails on the sample; the original error is its `__cause__`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        >>> measure(model, torch.zeros(2, 4)).num_stages
+        2
+    """
+    _, chain = capture_and_measure(
+        model,
+        sample,
+        stages=stages,
+        loss=loss,
+        optimizer=optimizer,
+        name=name,
+        grads_resident=grads_resident,
+        keeps_result=keeps_result,
+        moves_activations=moves_activations,
+        progress=progress,
+    )
+    return chain
+
+
+def capture_and_measure(
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> tuple[Split, Chain]:
+    """The split and the chain of a model; arguments as for `measure`."""
+
+    def work(split: Split) -> Chain:
+        return measure_split(model, split, sample, loss=loss, **options)
+
+    return capture_for(work, model, sample, stages=stages, loss=loss)
+
+
+def capture_for(
+    work: Callable[[Split], Result],
+    model: nn.Module,
+    sample: Any,
+    *,
+    stages: StageNames | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: bool = False,
+) -> tuple[Split, Result]:
+    """The split of a model and what `work` makes of it; other arguments as for `capture`.
+
+    Where a stage turns out to do something else when it runs again, the model is cut less finely there.
+    """
+    closed: frozenset[str] = frozenset()
+    for _ in range(_MOST_ATTEMPTS):
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
+        try:
+            return split, work(split)
+        except UnfaithfulStageError as error:
+            opened = opened_in(model, split, error.stage)
+            if stages is not None or not opened - closed:
+                raise
+            closed |= opened
+    raise CaptureError(f"no stages were found that can be run again, in {_MOST_ATTEMPTS} attempts; name them by hand")
+
+
+def opened_in(model: nn.Module, split: Split, k: int) -> frozenset[str]:
+    """The submodules whose own code is glue of stage k or beside it, and all others of the same classes."""
+    paths = [unit.path for unit in split.stages[k - 1].units]
+    paths += [stage.units[-1].path for stage in split.stages[max(0, k - 2) : k - 1]]
+    paths += [stage.units[0].path for stage in split.stages[k : k + 1]]
+    kinds = {type(model.get_submodule(path)) for path in (_with_code_around(model, path) for path in paths) if path}
+    return frozenset(path for path, module in model.named_modules() if path and type(module) in kinds)
+
+
+def _with_code_around(model: nn.Module, path: str) -> str:
+    """The path of the nearest module around another that has code of its own; "" for the model itself."""
+    path = path.rpartition(".")[0]
+    while path and isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def measure_split(
+    model: nn.Module,
+    split: Split,
+    sample: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer = None,
+    name: str | None = None,
+    grads_resident: bool = False,
+    keeps_result: bool = True,
+    moves_activations: bool = True,
+    progress: Progress | None = None,
+    compiled: CompiledStages | None = None,
+    allow_rounding: bool = False,
+) -> Chain:
+    """Measure a model that has been captured; arguments as for `measure`.
+
+    With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
+    where that is allowed).
+    """
+    called = Sample.of(sample)
+    device = device_of(model, called)
+    state_bytes = optimizer_state_bytes(optimizer, model.parameters())  # before anything is run: it may refuse
+    gc.collect()
+    with Meter(device) as meter:
+        start_bytes = meter.live_bytes
+    with preserved(model), _no_autocast_cache(device, compiled):
+        figures, held_bytes = measured_stages(
+            model,
+            split,
+            called,
+            loss,
+            device,
+            progress,
+            compiled,
+            keeps_result=keeps_result,
+            allow_rounding=allow_rounding,
+        )
+        overhead = overhead_on(device)
+    gc.collect()  # recordings refer to themselves
+    wait_for_autograd(device)
+    kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
+    if moves_activations:  # an input that goes by itself cannot be told from one that is moved away
+        figures = [figure.with_input_saved() for figure in figures]
+    readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
+    weights, outside = stage_weights(model, split, readers, state_bytes)
+    there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
+    base_bytes = start_bytes - there_bytes + kept_bytes + held_bytes + outside.weight_grad_bytes
+    return Chain(
+        name or type(model).__name__,
+        tuple(_stages(model, split, figures, weights, readers, grads_resident, overhead)),
+        input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
+        base_bytes=max(0, base_bytes + outside.optimizer_bytes),
+        grads_resident=grads_resident,
+        provenance=_provenance(model, called, split, figures, device)
+        | {"overhead_seconds": [timing.launch_seconds for timing in overhead]},  # in each of the launch_seconds
+    )
+
+
+def overhead_on(device: torch.device) -> tuple[Timing, Timing]:
+    """What running each stage by itself adds to forward and backward; nothing on the CPU, where nothing is launched."""
+    return stage_overhead(device) if device.type == "cuda" else (NOTHING, NOTHING)
+
+
+def device_of(model: nn.Module, sample: Sample) -> torch.device:
+    """Where a model runs; one device only."""
+    devices = {tensor.device for tensor in model.parameters()} or {tensor.device for tensor in sample.tensors()}
+    if len(devices) != 1:
+        raise CaptureError(
+            f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            "move it to one, model.to(device)"
+        )
+    return devices.pop()
+
+
+@contextmanager
+def _no_autocast_cache(device: torch.device, compiled: CompiledStages | None) -> Iterator[None]:
+    """Each stage casts its own weights: a cache would keep the casts of stages whose data are let go.
+
+    Compiled code is compiled anew where that switch is another, so it is left alone where there is no autocast.
+    """
+    if compiled is not None and not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _stages(
+    model: nn.Module,
+    split: Split,
+    figures: Sequence[StageFigures],
+    weights: Sequence[StageWeights],
+    readers: Mapping[str, int],
+    grads_resident: bool,
+    overhead: tuple[Timing, Timing],
+) -> list[Stage]:
+    n = split.num_stages
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    names = list(dict.fromkeys(name for figure in figures for name, _ in figure.variants))
+    seconds = _paced_seconds(figures, overhead)
+    seconds_as = {name: _paced_seconds([figure.variant(name) for figure in figures], overhead) for name in names}
+    # in the stages before the last one the caller still has the result, and the gradients with which backward began
+    result_bytes = figures[-1].output_bytes + figures[-1].grad_bytes
+    stages = []
+    for k, (entry, figure, weight) in enumerate(zip(split.stages, figures, weights, strict=True), start=1):
+        kept_bytes = result_bytes if k < n else 0
+        # a gradient that a later stage has made already is added to in a third place, autograd's sum of the two
+        more_bytes = max((sizes[name] for name in figure.parameters if readers[name] != k), default=0)
+        if grads_resident:  # each new gradient stands beside the old one until it is added to it
+            more_bytes += figure.largest_weight_grad_bytes
+        # a[k-1] counts as stored until backward k; where it goes before, that much less of what stage k saves counts
+        gone_bytes = _gone_bytes(figures, k, figure)
+        saving_extra_bytes = figure.saving_extra_bytes + gone_bytes
+        stage = Stage(
+            entry.name,
+            forward_seconds=seconds[k - 1][0],
+            backward_seconds=seconds[k - 1][1],
+            output_bytes=figure.output_bytes,
+            saved_bytes=figure.saved_bytes - gone_bytes,
+            grad_bytes=figure.grad_bytes,
+            forward_extra_bytes=max(figure.forward_extra_bytes, saving_extra_bytes) + kept_bytes,
+            backward_extra_bytes=_backward_extra_bytes(figure, weight, kept_bytes) + more_bytes,
+            weight_bytes=weight.weight_bytes,
+            weight_grad_bytes=weight.weight_grad_bytes,
+            optimizer_bytes=weight.optimizer_bytes,
+            rerun_seconds=seconds[k - 1][0] * figure.rerun_share,
+            saving_extra_bytes=saving_extra_bytes + kept_bytes,
+        )
+        variants = [
+            Variant(
+                name,
+                *seconds_as[name][k - 1],
+                max(each.saved_bytes - gone, figure.output_bytes),
+                each.saving_extra_bytes + gone + kept_bytes,  # only a forward that saves all is counted as a variant's
+                _backward_extra_bytes(each, weight, kept_bytes) + more_bytes,
+            )
+            for name, each in figure.variants
+            for gone in [_gone_bytes(figures, k, each)]
+        ]
+        stages.append(replace(stage, variants=tuple(_not_dominated(stage, variants))))
+    return stages
+
+
+def _paced_seconds(figures: Sequence[StageFigures], overhead: tuple[Timing, Timing]) -> list[tuple[float, float]]:
+    """(forward, backward) of each stage in a step that runs all of them so."""
+    forwards = [figure.forward.without_overhead(overhead[0]) for figure in figures]
+    backwards = [figure.backward.without_overhead(overhead[1]) for figure in figures]
+    seconds = paced([*forwards, *reversed(backwards)])
+    return list(zip(seconds[: len(figures)], reversed(seconds[len(figures) :]), strict=True))
+
+
+def _gone_bytes(figures: Sequence[StageFigures], k: int, figure: StageFigures) -> int:
+    """What of a[k-1] is let go when stage k, run as these figures say, has saved what its backward needs."""
+    if k == 1:
+        return 0
+    return min(unsaved_input_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
+
+
+def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes: int) -> int:
+    return max(0, figure.backward_peak_bytes - weight.weight_grad_bytes + kept_bytes)
+
+
+def _not_dominated(stage: Stage, variants: Sequence[Variant]) -> list[Variant]:
+    """Those variants to which no other, nor the stage itself, is preferable in both time and bytes."""
+    kept: list[Variant] = []
+    for variant in sorted(variants, key=lambda v: (v.saved_bytes, _seconds(v))):
+        others: list[Stage | Variant] = [stage, *variants]
+        better = [o for o in others if o.saved_bytes < variant.saved_bytes and _seconds(o) <= _seconds(variant)]
+        same: list[Stage | Variant] = [stage, *kept]
+        equal = [o for o in same if o.saved_bytes == variant.saved_bytes]
+        if not better and not (equal and min(map(_seconds, equal)) <= _seconds(variant)):
+            kept.append(variant)
+    return kept[::-1]  # the one that saves the most first
+
+
+def _seconds(way: Stage | Variant) -> float:
+    return way.forward_seconds + way.backward_seconds
+
+
+def _provenance(
+    model: nn.Module, sample: Sample, split: Split, figures: Sequence[StageFigures], device: torch.device
+) -> dict[str, Any]:
+    on_cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "sample": [f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in sample.tensors()],
+        "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
+        "notes": [note for figure in figures for note in figure.notes],
+        "num_kinds": len({stage.kind for stage in split.stages}),
+        "held_bytes": split.held_bytes,
+        "split": split.to_dict(),  # `lowtide.attach` finds the stages by it
+        "spread_seconds": [[f.forward.spread_seconds, f.backward.spread_seconds] for f in figures],
+        "device_seconds": [[f.forward.seconds, f.backward.seconds] for f in figures],
+        "launch_seconds": [[f.forward.launch_seconds, f.backward.launch_seconds] for f in figures],
+    }

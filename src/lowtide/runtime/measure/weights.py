@@ -1,0 +1,165 @@
+"""Parameters, their gradients and the optimizer's state, stage by stage."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import CaptureError, shown
+from lowtide.runtime.model.split import Split
+
+# How many tensors of the parameter's size each kind of optimizer keeps for it (torch.optim's defaults).
+OPTIMIZER_KINDS = {
+    "sgd": 0,
+    "sgd-momentum": 1,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adadelta": 2,
+    "amsgrad": 3,
+}
+
+Optimizer = torch.optim.Optimizer | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeights:
+    """Bytes of one stage's parameters; a parameter that several stages read is counted once.
+
+    Its weight belongs to the first stage that reads it, its gradient to the last one, whose backward comes first and
+    makes it.
+    """
+
+    weight_bytes: int = 0
+    weight_grad_bytes: int = 0
+    optimizer_bytes: int = 0
+
+
+def stage_weights(
+    model: nn.Module, split: Split, readers: Mapping[str, int], state_bytes: Mapping[int, int]
+) -> tuple[list[StageWeights], StageWeights]:
+    """Bytes of the parameters of each stage, and of those that belong to none.
+
+    Args:
+        model: the model.
+        split: its stages.
+        readers: for each parameter that takes part in backward, by name, the last stage (from 1) that reads it.
+        state_bytes: the optimizer's state of each parameter, by its id.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    owner = {id(by_name[name]): k for k, stage in enumerate(split.stages, start=1) for name in stage.parameters}
+    last = {id(by_name[name]): k for name, k in readers.items()}
+    totals = [[0, 0, 0] for _ in range(split.num_stages + 1)]
+    for parameter in model.parameters():
+        k = owner.get(id(parameter), 0)
+        totals[k][0] += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad:
+            totals[last.get(id(parameter), k)][1] += parameter.numel() * parameter.element_size()
+            totals[k][2] += state_bytes.get(id(parameter), 0)
+    made = [StageWeights(*entry) for entry in totals]
+    return made[1:], made[0]
+
+
+def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """The bytes of state that an optimizer keeps, or will keep, on each parameter's device, by the parameter's id."""
+    if optimizer is None:
+        return {}
+    if isinstance(optimizer, str):
+        copies = OPTIMIZER_KINDS.get(optimizer.lower())
+        if copies is None:
+            raise CaptureError(
+                f"optimizer {optimizer!r} is not known; give the optimizer itself, or one of "
+                f"{', '.join(sorted(OPTIMIZER_KINDS))}"
+            )
+        return {id(p): copies * p.numel() * p.element_size() for p in parameters}
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(f"optimizer is {shown(optimizer)}, expected a torch optimizer or the name of a kind")
+    found: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        ratios: dict[tuple[torch.dtype, str], tuple[float, int]] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if state:
+                found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in state.values())
+                continue
+            key = (parameter.dtype, parameter.device.type)
+            if key not in ratios:
+                ratios[key] = _tried_out(optimizer, group, parameter)
+            per_element, constant = ratios[key]
+            found[id(parameter)] = int(per_element * parameter.numel()) + constant
+    wanted = {id(parameter) for parameter in parameters}
+    if wanted and found and not wanted & found.keys():
+        raise CaptureError(
+            "the optimizer has none of this model's parameters; give the one that trains it, made of model.parameters()"
+        )
+    return found
+
+
+def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """The bytes of gradients and of the optimizer's state that are there already."""
+    total = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for parameter in model.parameters():
+            total += sum(_bytes_on(parameter.device, value) for value in optimizer.state.get(parameter, {}).values())
+    return total
+
+
+def optimizer_in_use(model: nn.Module, given: Optimizer) -> Optimizer:
+    """In mid-training: the optimizer that trains the model, where only a kind was given and there is no doubt.
+
+    Its state is on the device by then, and would count once more as that of the kind. There is doubt where several
+    optimizers have parameters of the model: some may be left from before, or have yet to make their state. One that
+    stands around another, and shows what that has, does not count.
+    """
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    found: list[tuple[torch.optim.Optimizer, set[int]]] = []
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            groups = vars(each).get("param_groups", ())
+            held = {id(parameter) for group in groups for parameter in group["params"]}
+            if held & trained:
+                found.append((each, held))
+    if len(found) != 1 or not trained <= found[0][1]:
+        return given
+    try:
+        optimizer_state_bytes(found[0][0], model.parameters())
+    except CaptureError:  # it has made no state for some of them, and nobody can say how much that will be
+        return given
+    return found[0][0]
+
+
+def _bytes_on(device: torch.device, value: Any) -> int:
+    on_device = isinstance(value, torch.Tensor) and value.device == device
+    return value.numel() * value.element_size() if on_device else 0
+
+
+def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> tuple[float, int]:
+    """What such an optimizer keeps for each element and for each parameter, found by one step of a tiny one."""
+    trial = nn.Parameter(torch.zeros(8, 16, dtype=like.dtype, device=like.device))
+    trial.grad = torch.ones_like(trial)
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
+    try:
+        tiny = type(optimizer)([trial], **settings)
+        tiny.step()
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        raise CaptureError(
+            f"what {type(optimizer).__name__} keeps for each parameter cannot be found out before its first step; "
+            "measure after a step, or name a kind of optimizer"
+        ) from None
+    values: Sequence[Any] = list(tiny.state[trial].values())
+    full = sum(_bytes_on(like.device, v) for v in values if isinstance(v, torch.Tensor) and v.numel() == trial.numel())
+    rest = sum(_bytes_on(like.device, v) for v in values) - full
+    return full / trial.numel(), rest

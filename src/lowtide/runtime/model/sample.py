@@ -1,0 +1,115 @@
+"""What a model is called with, and the tensors in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import CaptureError, shown
+from lowtide.runtime.model.containers import Held, build, template
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The arguments of one call of a model.
+
+    Example:
+        >>> Sample.of((torch.zeros(1), torch.ones(1))).args[1].item()
+        1.0
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: Any) -> Sample:
+        """Read what a user hands over: a tensor, a tuple (or list) of positional, a mapping of keyword arguments."""
+        if isinstance(value, Sample):
+            return value
+        if isinstance(value, torch.Tensor):
+            return cls((value,))
+        if not isinstance(value, Mapping | tuple | list):
+            raise CaptureError(
+                f"the sample is {shown(value)}; give a tensor, a tuple of positional or a dict of keyword arguments"
+            )
+        sample = cls((), dict(value)) if isinstance(value, Mapping) else cls(tuple(value))
+        for name, argument in (*enumerate(sample.args), *sample.kwargs.items()):
+            if isinstance(argument, Iterator):
+                raise CaptureError(
+                    f"argument {name!r} of the sample is an iterator ({type(argument).__name__}), which can be read "
+                    "once, and the model runs several times; give a list"
+                )
+        return sample
+
+    def with_keywords(self, keywords: Mapping[str, Any]) -> Sample:
+        """The same call with further keyword arguments; what the caller gave wins."""
+        return Sample(self.args, {**keywords, **self.kwargs})
+
+    def call(self, model: torch.nn.Module) -> Any:
+        """Call the model, with containers of its own each time: some models take out of them what they are given.
+
+        Generators are copies, too: the caller's own are to give the training loop what they would have given it.
+        """
+        args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
+        return model(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+
+    def __str__(self) -> str:
+        named = [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
+        return ", ".join([*map(_described, self.args), *named]) or "no arguments"
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors in it."""
+        return list(tensors_in((self.args, self.kwargs)))
+
+
+def _own(value: Any) -> Any:
+    """A generator of its own in the same state; anything else as it is."""
+    return value.clone_state() if isinstance(value, torch.Generator) else value
+
+
+def _described(value: Any) -> str:
+    """An argument as an error message shows it."""
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    plain = value is None or isinstance(value, str | int | float | bool)
+    return shown(value) if plain else type(value).__name__
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers: lists, tuples, sets, mappings, dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, str | bytes | int | float | bool) or value is None:
+        return
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from tensors_in(entry)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for entry in value:
+            yield from tensors_in(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+
+
+def without_cache(model: torch.nn.Module, sample: Sample) -> dict[str, Any]:
+    """The keyword arguments that keep a language model from building a cache of keys and values while it trains."""
+    config = getattr(model, "config", None)
+    if config is None or not getattr(config, "use_cache", _text_config_uses_cache(config)):
+        return {}
+    names = list(inspect.signature(model.forward).parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    if "use_cache" not in names and not takes_any:
+        return {}
+    given = "use_cache" in sample.kwargs or ("use_cache" in names and names.index("use_cache") < len(sample.args))
+    return {} if given else {"use_cache": False}
+
+
+def _text_config_uses_cache(config: Any) -> bool:
+    text = getattr(config, "text_config", None)
+    return bool(getattr(text, "use_cache", False))

@@ -1,0 +1,1 @@
+"""A plan attached to a model, what it prints, and its file."""

@@ -1,0 +1,145 @@
+"""`lowtide.attach`: run a model under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain, Stage, Variant
+from lowtide.errors import PlanError, ScheduleError, shown
+from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.model.split import Split, StageSplit, Unit
+from lowtide.runtime.plan.plan import Handler, Part, Plan
+from lowtide.runtime.transfer.cargo import Tier
+from lowtide.runtime.transfer.file_tier import FileTier
+from lowtide.runtime.transfer.pinned_tier import PinnedTier
+from lowtide.schedule import Forward, Schedule, as_schedule
+from lowtide.simulate import simulate
+from lowtide.solve import Solution
+from lowtide.units import parse_bytes
+
+
+def attach(
+    model: nn.Module,
+    solution: Solution | Schedule | Mapping[str, Any],
+    *,
+    split: Split | None = None,
+    host_memory_budget: int | str | None = None,
+    strict: bool = False,
+) -> Plan:
+    """Run a model under a schedule from now on.
+
+    Args:
+        model: the model; the object stays the same.
+        solution: what `lowtide.solve` returned for the model's chain, or a schedule.
+        split: which submodules make which stage. None: as the chain was measured; else the stages' names are read as
+            paths of submodules; else the children of an `nn.Sequential` are the stages.
+        host_memory_budget: bytes of host memory that offloaded values may take; None: what the schedule needs.
+        strict: compare, byte by byte, what a repeated forward saves with what the first saved; slow, for finding out
+            why gradients differ.
+
+    Returns:
+        The plan; a plan that was attached before is detached.
+
+    Raises:
+        PlanError: where the model does not have the chain's stages.
+        ScheduleError: where a schedule is illegal.
+
+    Example:
+        >>> from lowtide import Backward, Forward, Schedule
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> recompute = [Forward(1, "keep"), Forward(2, "all"), Backward(2), Forward(1, "all"), Backward(1)]
+        >>> plan = attach(model, Schedule("by hand", recompute))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> plan.stats().recomputed_per_step
+        1.0
+    """
+    check_is_model(model)
+    chain = solution.chain if isinstance(solution, Solution) else None
+    schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
+    split = split or split_for(model, chain)
+    _check_has_stages(model, split)
+    check_legal(schedule, split.num_stages)
+    tier = tier_for(model, host_memory_budget)
+    budget = solution.memory_budget if isinstance(solution, Solution) else None
+    bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
+
+    def make(handler: Handler) -> Part:
+        execution = Execution(model, split, schedule, chain, tier, handler, strict=strict)
+        return Part(execution, memory_budget=budget, bandwidth=bandwidth)
+
+    return Plan(model, make)
+
+
+def check_is_model(model: Any) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        PlanError: with what was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model is {shown(model)}, expected an nn.Module")
+
+
+def split_for(model: nn.Module, chain: Chain | None) -> Split:
+    """The stages of a model as its chain names them."""
+    if chain is not None and isinstance(chain.provenance.get("split"), Mapping):
+        return Split.from_dict(chain.provenance["split"])
+    names = None if chain is None else [stage.name for stage in chain.stages]
+    paths = {path for path, _ in model.named_modules()}
+    if names is not None and all(name in paths for name in names) and len(set(names)) == len(names):
+        return Split(tuple(StageSplit(name, (Unit(name),)) for name in names))
+    if isinstance(model, nn.Sequential) and (names is None or len(names) == len(model)):
+        children = [name for name, _ in model.named_children()]
+        return Split(tuple(StageSplit(name, (Unit(name),)) for name in children))
+    raise PlanError(
+        f"which submodules of this {type(model).__name__} make the stages is not known: attach a solution for a chain "
+        "that lowtide.measure made, or give split="
+    )
+
+
+def _check_has_stages(model: nn.Module, split: Split) -> None:
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    missing = next((unit.path for stage in split.stages for unit in stage.units if unit.path not in paths), None)
+    if missing is not None:
+        raise PlanError(
+            f"this {type(model).__name__} has no submodule {missing!r}, of which a stage is made: attach a solution "
+            "for a chain that was measured of this model"
+        )
+
+
+def check_legal(schedule: Schedule, num_stages: int) -> None:
+    """Refuse a schedule that is illegal for any chain of that many stages."""
+    if schedule.num_stages not in (0, num_stages):
+        raise ScheduleError(
+            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, and the model has {num_stages} "
+            "stages; attach one that was solved for this model's chain (lowtide.measure)"
+        )
+    most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
+    variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
+    stages = tuple(Stage(str(k), 0.0, 0.0, 1, 1, variants=variants) for k in range(num_stages))
+    simulate(Chain("any", stages, 1), schedule, bandwidth=1)
+
+
+def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_bytes: int = 0) -> Tier:
+    """Where values of this model go that leave its device: pinned memory for CUDA, a file for the CPU.
+
+    Args:
+        model: the model.
+        host_memory_budget: the most bytes to use there; None: no limit.
+        capacity_bytes: what a schedule needs there.
+    """
+    limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
+    device = device_of(model)
+    if device.type == "cuda":
+        return PinnedTier(device, capacity_bytes, limit)
+    return FileTier(capacity_bytes, limit)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    tensor = next(iter(model.parameters()), None)
+    return torch.device("cpu") if tensor is None else tensor.device

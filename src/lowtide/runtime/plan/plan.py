@@ -1,0 +1,399 @@
+"""A plan: what `lowtide.fit`, `lowtide.attach` and `lowtide.load_plan` return."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
+from lowtide.files import write_json
+from lowtide.report.page import Measured, write_report
+from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
+from lowtide.report.text import chart_text
+from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
+from lowtide.runtime.plan.text import plan_text, stats_text
+from lowtide.schedule import Schedule
+from lowtide.simulate import simulate
+
+FORMAT = "lowtide.plan/1"
+
+# Plans for other shapes are kept, the least recently used goes first: enough for a few buckets of sequence lengths.
+_NUM_KEPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Predicted against measured; None where it is not known (yet)."""
+
+    num_steps: int
+    predicted_seconds: float | None
+    measured_seconds: float | None
+    """From the start of forward to the end of backward, the median of the last steps."""
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    """On CUDA the allocator's peak since `fit` last made a schedule, or since it was reset; on the CPU that of the
+    rehearsal.
+    """
+    recomputed_per_step: float
+    """How many stages run forward again in a step."""
+    moved_bytes_per_step: float
+    """Bytes copied between device and host in a step, both ways."""
+
+    def __str__(self) -> str:
+        return stats_text(self)
+
+
+@dataclass(slots=True)
+class Part:
+    """What a plan does for one signature of calls.
+
+    Args:
+        execution: the schedule in place.
+        signature: the calls that it is for; None: any.
+        memory_budget: the budget that it was solved for.
+        bandwidth: that it was solved for.
+        rehearsed_peak_bytes: what a trial step took, where there was one.
+        notes: what people should know of it.
+        compilation: how its stages are compiled, where they are.
+        checked: the calls for which its variants were checked; None: those of the signature.
+    """
+
+    execution: Execution
+    signature: Signature | None = None
+    memory_budget: int | None = None
+    bandwidth: int = 0
+    rehearsed_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    compilation: Compilation | None = None
+    checked: Signature | None = None
+
+    def serves(self, signature: Signature) -> bool:
+        """Whether it can be used for a call: one that needs no more than the planned one, and the same one where there
+        are variants. A compiler chooses anew for each shape what a variant computes again, and for another shape that
+        may be a random number.
+        """
+        if self.signature is None or self.signature == signature:
+            return True
+        return signature.fits_within(self.signature) and not self.execution.has_variants
+
+
+_dtype = attrgetter("dtype")
+
+Handler = Callable[..., Any]
+Replan = Callable[[tuple[Any, ...], dict[str, Any], Handler], Part]
+
+
+class Plan:
+    """A schedule attached to a model.
+
+    The model object is the user's own, with its type, its parameter names and its state; it is used as before. A call
+    runs under the schedule where the model is in training mode and gradients are enabled, and plainly otherwise.
+
+    Args:
+        model: the model; a plan that was attached to it before is detached.
+        make: makes the first part, given who is to be called in place of the model.
+        replan: makes a part for calls of another signature; None: they are refused, where the first part has one.
+        watch: called before each step with the number of steps so far; may change the plan.
+        undo: called when the plan is detached.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Handler], Part],
+        *,
+        replan: Replan | None = None,
+        watch: Callable[[Plan, int], None] | None = None,
+        undo: Callable[[], None] | None = None,
+    ) -> None:
+        previous = attached_plan(model)
+        if previous is not None:
+            previous.detach()
+        self.model = model
+        self._replan = replan
+        self._watch = watch
+        self._undo = undo
+        self._part = make(self._call)
+        self._others: OrderedDict[Signature, Part] = OrderedDict()
+        self._parameters = list(model.parameters())
+        self._dtypes = list(map(_dtype, self._parameters))
+        self._structure = Structure(model)
+        self._part.execution.install()
+        self._attached = True
+
+    # What it is
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model runs under it."""
+        return self._attached
+
+    @property
+    def split(self) -> Split:
+        """Which submodules make which stage."""
+        return self._part.execution.split
+
+    @property
+    def schedule(self) -> Schedule:
+        """The list of operations."""
+        return self._part.execution.schedule
+
+    @property
+    def chain(self) -> Chain | None:
+        """What the stages cost, where it is known."""
+        return self._part.execution.chain
+
+    @property
+    def memory_budget(self) -> int | None:
+        """The bytes of the budget, where there was one."""
+        return self._part.memory_budget
+
+    @property
+    def signature(self) -> Signature | None:
+        """The calls that the current schedule is for; None: any."""
+        return self._part.signature
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of it."""
+        return (*self.split.notes, *self._part.notes)
+
+    @property
+    def num_shapes(self) -> int:
+        """For how many signatures of calls it holds a schedule."""
+        return 1 + len(self._others)
+
+    def stats(self) -> Stats:
+        """What was predicted, and what has been measured since."""
+        execution = self._part.execution
+        counters, predicted = execution.machine.counters, execution.schedule.predicted
+        steps = max(1, counters.num_steps)
+        peak = self._part.rehearsed_peak_bytes
+        if execution.machine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(execution.machine.device)
+        return Stats(
+            counters.num_steps,
+            None if predicted is None else predicted.seconds,
+            execution.measured_seconds(),
+            None if predicted is None else predicted.peak_bytes,
+            peak,
+            counters.num_recomputed / steps,
+            counters.moved_bytes / steps,
+        )
+
+    def __str__(self) -> str:
+        text = plan_text(
+            type(self.model).__name__,
+            self.schedule,
+            self.split,
+            self.chain,
+            self.memory_budget,
+            self.stats(),
+            self.notes,
+        )
+        if self.chain is None:
+            return text
+        trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
+        return f"{text}\n\n{chart_text(trace, memory_budget=self.memory_budget)}"
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Write the report: one HTML page that shows the plan, what other budgets would cost, and what was measured.
+
+        Args:
+            path: the HTML file to write.
+            patience_seconds: how long all strategies together may solve for other budgets; None: without end.
+            progress: called with the name of what is being tried and the share done, 0 to 1.
+
+        Raises:
+            PlanError: where the plan knows no chain.
+
+        Example:
+            >>> plan = lowtide.fit(model, (x,), memory_budget="8GiB")   # doctest: +SKIP
+            >>> plan.report("plan.html")                                # doctest: +SKIP
+        """
+        if self.chain is None:
+            raise PlanError("this plan was attached without a chain, so its costs are not known; measure one first")
+        stats, device = self.stats(), self._part.execution.machine.device
+        measured = Measured(stats.measured_seconds, stats.measured_peak_bytes, _named(device), stats.num_steps or None)
+        write_report(
+            path,
+            self.chain,
+            self.schedule,
+            memory_budget=self.memory_budget,
+            bandwidth=self._part.bandwidth or None,
+            measured=measured if measured.seconds or measured.peak_bytes else None,
+            patience_seconds=patience_seconds,
+            progress=progress,
+        )
+
+    def __repr__(self) -> str:
+        state = "attached" if self._attached else "detached"
+        return f"<Plan {self.schedule.strategy!r} of {self.split.num_stages} stages, {state}>"
+
+    # Attaching
+
+    def detach(self) -> None:
+        """Give the model back as it was; graphs that are still alive can be used as before."""
+        if self._attached:
+            self._attached = False
+            self._part.execution.remove()
+            if self._undo is not None:
+                self._undo()
+
+    def __enter__(self) -> Plan:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def use(self, part: Part) -> None:
+        """Go over to another part, for the calls that it is for."""
+        previous = self._part
+        previous.execution.remove()
+        if previous.signature is not None and previous.signature != part.signature:
+            self._others[previous.signature] = previous
+            while len(self._others) >= _NUM_KEPT:
+                self._others.popitem(last=False)
+        self._part = part
+        part.execution.install()
+
+    def use_another(self, make: Callable[[Handler], Part]) -> None:
+        """Make another part, given who is to be called in place of the model, and go over to it."""
+        self.use(self._made(make))
+
+    def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        applies = self._attached and self.model.training and torch.is_grad_enabled()
+        if not applies or self._part.execution.is_busy or torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise ExecutionError(
+                "the model is called inside a transform of torch.func (grad, vmap, ...), where no saved tensor can be "
+                "let go; detach the plan for such calls (plan.detach())"
+            )
+        if self._watch is not None:
+            self._watch(self, self._part.execution.machine.counters.num_steps)
+        self._check_parameters()
+        self._choose_part(args, kwargs)
+        part = self._part
+        checked = part.checked is None or part.checked == self._signature_of(args, kwargs)
+        return part.execution.call(plain, args, kwargs, with_variants=checked)
+
+    def _check_parameters(self) -> None:
+        """Refuse a model that was moved, or has other parts: nothing measured holds for it."""
+        device = self._part.execution.machine.device
+        if self._parameters and self._parameters[0].device != device:
+            raise PlanError(
+                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {FIT_AGAIN}"
+            )
+        self._structure.check(self.model)
+        now = list(map(_dtype, self._parameters))
+        if now == self._dtypes:
+            return
+        names = [name for name, _ in self.model.named_parameters()]
+        name, then, dtype = next(entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2])
+        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {FIT_AGAIN}")
+
+    def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call; one that trains no more than was planned for counts as that, without variants."""
+        trained, planned = trained_of(self._parameters), self._part.signature
+        if planned is not None and trains_no_more(trained, planned.trained) and not self._part.execution.has_variants:
+            trained = planned.trained
+        return Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
+
+    def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        planned = self._part.signature
+        if planned is None:
+            return
+        signature = self._signature_of(args, kwargs)
+        if signature == planned:
+            return
+        if self._replan is None:
+            raise PlanError(
+                f"{signature.difference(planned)}; lowtide.fit plans for these shapes (and by default for others later)"
+            )
+        if signature in self._others:
+            self.use(self._others.pop(signature))
+        elif not self._part.serves(signature):
+            fitting = next((s for s, part in self._others.items() if part.serves(signature)), None)
+            if fitting is not None:
+                self.use(self._others.pop(fitting))
+                return
+            try:
+                self.use_another(partial(self._replan, args, kwargs))
+            except InfeasibleBudgetError as error:
+                message = f"{signature.difference(planned)}, and {error}"
+                raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
+
+    def _made(self, make: Callable[[Handler], Part]) -> Part:
+        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
+        try:
+            return make(self._call)
+        finally:
+            self._part.execution.install()
+
+    # Files
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled: a copy would run the same model, or another that it does not know."""
+        raise PlanError(
+            "a plan belongs to one model and cannot be copied or pickled; write it with plan.save(path) and attach it "
+            "to the other model with lowtide.load_plan(path, model); models that have a plan can be copied"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, in the file format `lowtide.plan/1`."""
+        part = self._part
+        compilation = part.compilation
+        return {
+            "format": FORMAT,
+            "model": fingerprint(self.model),
+            "signature": None if part.signature is None else part.signature.to_dict(),
+            "memory_budget": part.memory_budget,
+            "bandwidth": part.bandwidth,
+            "rehearsed_peak_bytes": part.rehearsed_peak_bytes,
+            "split": self.split.to_dict(),
+            "chain": None if self.chain is None else self.chain.to_dict(),
+            "schedule": self.schedule.to_dict(),
+            **({} if compilation is None else {"compilation": compilation.to_dict()}),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a plan file, atomically; `lowtide.load_plan` reads it."""
+        write_json(path, self.to_dict())
+
+
+def _named(device: torch.device) -> str:
+    """A device as people call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def attached_plan(model: nn.Module) -> Plan | None:
+    """The plan under which a model runs, where there is one."""
+    site = attached_site(model)
+    if isinstance(site, ModelSite):
+        owner = getattr(site.handler, "__self__", None)
+        if isinstance(owner, Plan):
+            return owner
+    return None

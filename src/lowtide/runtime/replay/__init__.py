@@ -1,0 +1,1 @@
+"""Records what a stage does and runs it again."""

@@ -1,0 +1,221 @@
+"""Record one forward of a model stage by stage, and run each stage again from its input.
+
+    with Recording(model, split) as recording:
+        output = model(x)
+    stage = recording.stage(2)
+    outputs = stage.run(inputs)          # the tensors of stage 1 that stage 2 reads, as in stage.inputs
+
+The model runs as it always does and is as before afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.runtime.compile.loss import Functions, functions_of
+from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.model.interception import Interception
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.replay.staged import Layout, StagedForward
+from lowtide.runtime.replay.tape import Tape
+from lowtide.runtime.state.buffers import is_buffer_of
+from lowtide.runtime.state.rng import Generators, GeneratorWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of a tensor that is not kept."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        """The form of a tensor."""
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class RecordedStage:
+    """One stage of a recorded forward."""
+
+    def __init__(self, tape: Tape, inputs: dict[int, Form], outputs: dict[int, Form]) -> None:
+        self._tape = tape
+        self.input_numbers = list(inputs)
+        """For each input its number among the previous stage's tensors (among the caller's, for stage 1)."""
+        self.inputs = list(inputs.values())
+        """The forms of the previous stage's tensors that this stage reads (of the caller's, for stage 1)."""
+        self.outputs = list(outputs.values())
+        """The forms of this stage's tensors that the next stage reads; for the last stage, of the model's result."""
+        self.output_numbers = list(outputs)
+        """The numbers of the same among this stage's tensors, and then of those that only others read."""
+        self.held_numbers: set[int] = set()
+        """The numbers of this stage's tensors that later stages than the next one, or the caller, read."""
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self._tape.name
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the stage cannot be run again, where it cannot."""
+        return self._tape.refusal
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that it reads and that are neither its own nor the previous stage's; parameters included."""
+        return [held.tensor for held in self._tape.held]
+
+    @property
+    def held_origins(self) -> list[tuple[int, int] | None]:
+        """For each of `held` the stage that made it and its number there; stage 0 is the caller."""
+        return [held.origin for held in self._tape.held]
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the stage again: `inputs` as in `self.inputs`, the result as in `self.outputs`.
+
+        Random numbers and buffers are not looked after here: the caller does, where it matters.
+        """
+        return self.run_all(inputs)[: len(self.outputs)]
+
+    def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same, with the result as in `self.output_numbers`."""
+        return self._tape.run(dict(zip(self.input_numbers, inputs, strict=True)))
+
+
+class Recording:
+    """Records the next call of a model; a context manager.
+
+    Args:
+        model: the model.
+        split: its stages.
+        stages: the stages to record, from 1; None: all.
+        on_stage: called with k when stage k begins, and with n + 1 at the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        *,
+        stages: Sequence[int] | None = None,
+        on_stage: Callable[[int], None] | None = None,
+    ) -> None:
+        self._layout = Layout.of(split)
+        self._stages = frozenset(range(1, split.num_stages + 1) if stages is None else stages)
+        self._on_stage = on_stage
+        self._model = model
+        self._interception = Interception(model, self._layout.units, self._call)
+        self._forward: _RecordedForward | None = None
+
+    def __enter__(self) -> Recording:
+        self._interception.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._interception.remove()
+
+    def stage(self, k: int) -> RecordedStage:
+        """Stage k, counted from 1."""
+        if self._forward is None:
+            raise RuntimeError("nothing was recorded: call the model inside the with block")
+        return self._forward.recorded[k]
+
+    def origin(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The stage that made a tensor of the model's result, and its number there; stage 0 is the caller."""
+        return None if self._forward is None else self._forward.ledger.find(tensor)
+
+    def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        current = self._interception.current
+        if current.session is not None:
+            return plain(*args, **kwargs)
+        forward = _RecordedForward(
+            self._layout,
+            self._stages,
+            self._is_state,
+            Generators.of(self._model),
+            self._on_stage,
+            functions_of(self._model),
+        )
+        current.session = forward
+        try:
+            result = forward.run(self._interception.whole_or(plain), args, kwargs)
+        finally:
+            current.session = None
+        if self._on_stage is not None:
+            self._on_stage(self._layout.num_stages + 1)
+        self._forward = forward
+        return result
+
+    def _is_state(self, tensor: torch.Tensor) -> bool:
+        return is_buffer_of(self._model, tensor)
+
+
+class _RecordedForward(StagedForward):
+    """Notes the forms of what crosses from stage to stage."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        taped: frozenset[int],
+        is_state: Callable[[torch.Tensor], bool],
+        generators: Generators,
+        on_stage: Callable[[int], None] | None,
+        functions: Functions,
+    ) -> None:
+        super().__init__(layout, taped, is_state, functions=functions)
+        self._generators = generators
+        self.recorded: dict[int, RecordedStage] = {}
+        self._forms: dict[int, dict[int, Form]] = {}
+        self._on_stage = on_stage
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().run(plain, args, kwargs)
+        self._find_held(result)
+        for tape in self.tapes.values():
+            tape.close()
+        return result
+
+    def watch_of(self, k: int) -> GeneratorWatch:
+        return GeneratorWatch(self._generators)
+
+    def _find_held(self, result: Any) -> None:
+        """Find what others than the next stage read."""
+        returned = [self.ledger.find(tensor) for tensor in tensors_of(result)]
+        read = [held.origin for tape in self.tapes.values() for held in tape.held]
+        for origin in (*returned, *read):
+            if origin is not None and origin[0] in self.recorded and origin[0] != self.layout.num_stages:
+                self.recorded[origin[0]].held_numbers.add(origin[1])
+        for k, stage in self.recorded.items():
+            if stage.held_numbers:
+                stage.output_numbers = list(dict.fromkeys([*stage.output_numbers, *sorted(stage.held_numbers)]))
+                self.tapes[k].finish(stage.output_numbers)
+
+    def begin_stage(self, k: int) -> None:
+        if k == 1:
+            self._forms[0] = {number: Form.of(tensor) for number, tensor in self.ledger.alive(0).items()}
+        super().begin_stage(k)
+        if self._on_stage is not None:
+            self._on_stage(k)
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        forms = self._forms[k] = {number: Form.of(tensor) for number, tensor in outputs.items()}
+        super().end_stage(k, outputs)
+        if self.tape is not None:
+            inputs = {number: self._forms[k - 1][number] for number in self.tape.inputs}
+            self.recorded[k] = RecordedStage(self.tape, inputs, forms)
+            if k - 1 in self.recorded:
+                self.recorded[k - 1].output_numbers = list(inputs)
+                self.recorded[k - 1].outputs = list(inputs.values())

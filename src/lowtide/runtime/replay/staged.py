@@ -1,0 +1,316 @@
+"""One forward of a model, followed stage by stage while the model's own code runs.
+
+Units are met at their call sites. The code between them is followed by a mode that sees each function of torch; it is
+taken away while a unit runs, so that units run at full speed and compiled ones are not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.model.interception import UnitSite
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.replay.functions import functions_handed_to
+from lowtide.runtime.replay.tape import Ledger, Tape
+from lowtide.runtime.state.rng import GeneratorWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A split as the running forward needs it: for each unit, by its position among all, where it stands.
+
+    Args:
+        names: the stages' names.
+        units: (path, occurrence) of each unit.
+        stage_at: the stage of each unit.
+        ends_stage: whether the stage ends when that unit returns; where its glue trails, it ends when the next unit is
+            called instead.
+    """
+
+    names: tuple[str, ...]
+    units: tuple[tuple[str, int], ...]
+    stage_at: tuple[int, ...]
+    ends_stage: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, split: Split) -> Layout:
+        """Read a split."""
+        names, units, stage_at, ends_stage = [], [], [], []
+        for k, stage in enumerate(split.stages, start=1):
+            names.append(stage.name)
+            for unit in stage.units:
+                units.append((unit.path, unit.occurrence))
+                stage_at.append(k)
+                is_last = unit == stage.units[-1] and k < split.num_stages
+                ends_stage.append(is_last and not stage.trailing_glue)
+        return cls(tuple(names), tuple(units), tuple(stage_at), tuple(ends_stage))
+
+    def without_units_of(self, stages: Collection[int]) -> Layout:
+        """The same, met at fewer places: of these stages only their first and last units are called through a site.
+
+        A unit that contains another one stays: calls of the inner one inside of it must not be counted.
+        """
+        paths = {path for path, _ in self.units}
+        kept = []
+        for position, ((path, _), k) in enumerate(zip(self.units, self.stage_at, strict=True)):
+            is_first = position == 0 or self.stage_at[position - 1] != k
+            contains = any(other.startswith(f"{path}." if path else "") and other != path for other in paths)
+            if k not in stages or is_first or self.ends_stage[position] or contains:
+                kept.append(position)
+        return Layout(
+            self.names,
+            tuple(self.units[position] for position in kept),
+            tuple(self.stage_at[position] for position in kept),
+            tuple(self.ends_stage[position] for position in kept),
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """n, the number of stages."""
+        return len(self.names)
+
+
+class StagedForward:
+    """Follows one call of a model; a session of `lowtide.runtime.model.interception`.
+
+    Args:
+        layout: where stages begin and end.
+        taped: the stages to record.
+        is_state: whether a tensor is a buffer of the model.
+        watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
+        functions: what to call between units in the place of functions of torch, in stages that are recorded or
+            watched.
+    """
+
+    may_skip = False
+    """Whether the model may leave units out. What it does is recorded anew in each call, so that a stage may have less
+    to do than others of its calls, or nothing at all; what comes after it then reads what was made before it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        taped: Collection[int],
+        is_state: Callable[[torch.Tensor], bool],
+        *,
+        watched: Collection[int] = (),
+        functions: Functions = MappingProxyType({}),
+    ) -> None:
+        self.layout = layout
+        self.taped = taped
+        self.is_state = is_state
+        self.functions = functions
+        self.ledger = Ledger()
+        self.tapes: dict[int, Tape] = {}
+        self.stage = 0
+        self.tape: Tape | None = None
+        self.tracking = False
+        self._watched = {*watched, *taped, *(k - 1 for k in taped)}
+        self._mode = GlueMode(self) if self._watched else None
+        self._depth: int | None = None  # how many modes were below ours when it was taken away; None: it is in place
+        self._next = 0
+        self._counts: dict[str, int] = {}
+        self._inside_unit = False
+
+    # What users of this class refine
+
+    def begin_stage(self, k: int) -> None:
+        """Stage k is about to run."""
+        self.stage = k
+        self.tracking = k in self._watched
+        self.tape = None
+        if k in self.taped:
+            name = self.layout.names[k - 1]
+            self.tape = self.tapes[k] = Tape(k, name, self.ledger, self.is_state, self.watch_of(k))
+
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """What notices generators that are set between the calls of stage k, which is about to run; None: nobody."""
+        return None
+
+    def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
+        """Stage k has run; `outputs` are its tensors, by number, that somebody still holds (that the model returned,
+        for the last stage).
+        """
+        if self.tape is not None:
+            self.tape.end()
+            self.tape.finish(outputs)
+            if k - 1 in self.tapes:
+                self.tapes[k - 1].finish(self.tape.inputs)  # by now it is known which of them matter
+
+    def invoke(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: torch.nn.Module | None = None,
+    ) -> Any:
+        """Run one call of the current stage, a unit's or a function's between units."""
+        if self.tape is not None:
+            return self.tape.record(name, call, args, kwargs, module)
+        result = call(*args, **kwargs)
+        if self.tracking:
+            for tensor in tensors_of(result):
+                self.ledger.add(tensor, self.stage)
+        return result
+
+    # The run
+
+    def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model and follow it."""
+        for tensor in tensors_of((args, kwargs)):
+            self.ledger.add(tensor, 0)
+        self.begin_stage(1)
+        try:
+            if self._mode is None:
+                result = plain(*args, **kwargs)
+            else:
+                with self._mode, functions_handed_to(self._call_function):
+                    try:
+                        result = plain(*args, **kwargs)
+                    finally:
+                        self._resume_mode()
+        finally:
+            if self._mode is not None:
+                self._mode.forward = None
+        if self._next != len(self.layout.units) and self.may_skip:
+            while self.stage < self.layout.num_stages:
+                self._cross()
+        elif self._next != len(self.layout.units):
+            path, occurrence = self.layout.units[self._next]
+            raise ExecutionError(
+                f"the model's forward ended before it called {path!r} (call {occurrence}), with which stage "
+                f"{self.layout.names[self.layout.stage_at[self._next] - 1]!r} goes on; {_ADVICE}"
+            )
+        returned = {
+            found[1]: t for t in tensors_of(result) if (found := self.ledger.find(t)) and found[0] == self.stage
+        }
+        self.end_stage(self.stage, returned)
+        return result
+
+    def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of a submodule that has units."""
+        occurrence = self._counts.get(site.path, 0)
+        self._counts[site.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
+        position = None if self._inside_unit else site.positions.get(occurrence)
+        if position is None:
+            return site.plain(*args, **kwargs)
+        if position != self._next and (position < self._next or not self.may_skip):
+            raise self._out_of_order(site, occurrence)
+        self._next = position + 1
+        self._inside_unit = True
+        self._suspend_mode()  # for what is done between stages, too
+        try:
+            while self.layout.stage_at[position] != self.stage:
+                self._cross()
+            result = self.invoke(site.path, site.plain, args, kwargs, site.module)
+            if self.layout.ends_stage[position]:
+                self._cross()
+        finally:
+            self._inside_unit = False
+            if self.tracking:
+                self._resume_mode()
+        return result
+
+    def _call_function(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One custom autograd function; between units it is one call of the stage."""
+        if torch._C._are_functorch_transforms_active():
+            return self.pass_by(call, args, kwargs)
+        between = self.tracking and any(mode is self._mode for mode in _get_current_function_mode_stack())
+        if not between:  # inside a unit, or inside a function of torch that is followed as a whole
+            return call(*args, **kwargs)
+        self._suspend_mode()
+        try:
+            return self.invoke(name, call, args, kwargs)
+        finally:
+            self._resume_mode()
+
+    def pass_by(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside a transform of torch.func, of which the tape is shown tensors that are none by themselves.
+
+        What comes out of the transform is held as it is, which is right where no gradient flows through it (masks).
+        """
+        result = call(*args, **kwargs)
+        if self.tape is not None and any(is_differentiable(tensor) for tensor in tensors_of(result)):
+            self.tape.refuse_transform()
+        return result
+
+    def _out_of_order(self, site: UnitSite, occurrence: int) -> ExecutionError:
+        expected = "nothing more"
+        if self._next < len(self.layout.units):
+            expected = "{!r} (call {})".format(*self.layout.units[self._next])
+        return ExecutionError(
+            f"the model called {site.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
+            f"another way than when it was captured; {_ADVICE}"
+        )
+
+    def _cross(self) -> None:
+        self.end_stage(self.stage, self.ledger.alive(self.stage))
+        self.begin_stage(self.stage + 1)
+
+    # The mode
+
+    def _suspend_mode(self) -> None:
+        """Take the mode from the stack, wherever it stands: the user's code may have put modes above it."""
+        if self._mode is None or self._depth is not None:
+            return
+        above = []
+        while (top := _pop_torch_function_stack()) is not self._mode:
+            above.append(top)
+        self._depth = _len_torch_function_stack()
+        while above:
+            _push_on_torch_function_stack(above.pop())
+
+    def _resume_mode(self) -> None:
+        """Put it back where it stood, below whatever the user's code has put on the stack since."""
+        if self._mode is None or self._depth is None:
+            return
+        above = []
+        while _len_torch_function_stack() > self._depth:
+            above.append(_pop_torch_function_stack())
+        self._depth = None
+        _push_on_torch_function_stack(self._mode)
+        while above:
+            _push_on_torch_function_stack(above.pop())
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether gradients flow through a tensor, or through what a transform of torch.func has wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+_ADVICE = "detach the plan and fit again, or merge the stages whose order varies"
+
+
+class GlueMode(TorchFunctionMode):
+    """Hands each function of torch that is called between units to the forward."""
+
+    def __init__(self, forward: StagedForward) -> None:
+        super().__init__()
+        self.forward: StagedForward | None = forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        forward = self.forward
+        if forward is None or not forward.tracking:
+            return func(*args, **(kwargs or {}))
+        if torch._C._are_functorch_transforms_active():
+            return forward.pass_by(func, args, kwargs or {})
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            # The iterator hides its tensors; these are the ones that it would give.
+            return iter(forward.invoke("unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        if forward.functions:
+            func = forward.functions.get(func, func)
+        return forward.invoke(getattr(func, "__name__", str(func)), func, args, kwargs or {})

@@ -1,0 +1,392 @@
+"""What one stage did, so that it can be run again from another input.
+
+A tape lists the calls of a stage in order: its units, and the functions of torch that the code between them called. A
+tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots.
+Whatever else it reads (parameters, masks, tensors held for the whole chain) is kept as it is, without its history.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
+from lowtide.runtime.state.rng import GeneratorWatch, State
+from lowtide.runtime.state.surroundings import Kernels, Surroundings
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_NOWHERE = -1  # the slot of a result that is one of the tensors handed in
+
+
+class Ledger:
+    """Which stage made which tensor, during one forward; tensors are known by identity and not kept alive.
+
+    Stage 0 are the tensors that the caller handed to the model.
+    """
+
+    __slots__ = ("_entries", "_made")
+
+    def __init__(self) -> None:
+        # id -> (the tensor, (the stage that made it, its number among the tensors of that stage))
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
+        self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+
+    def add(self, tensor: torch.Tensor, stage: int) -> int:
+        """Note that a stage made a tensor; returns its number among those of the stage."""
+        made = self._made.setdefault(stage, [])
+        reference, number = weakref.ref(tensor), len(made)
+        self._entries[id(tensor)] = (reference, (stage, number))
+        made.append(reference)
+        return number
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The stage and number of a tensor; None where no stage made it.
+
+        An entry whose tensor died is never taken for a new tensor at the same address.
+        """
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            return None
+        return entry[1]
+
+    def alive(self, stage: int) -> dict[int, torch.Tensor]:
+        """The tensors of a stage that somebody still holds, by number; one that has several has the last."""
+        found: dict[int, torch.Tensor] = {}
+        for number, reference in enumerate(self._made.get(stage, ())):
+            tensor = reference()
+            if tensor is not None and self._entries[id(tensor)][1] == (stage, number):
+                found[number] = tensor
+        return found
+
+
+class Call:
+    """One call on a tape: templates of its arguments, the slots of the tensors it returned, and what was around it."""
+
+    __slots__ = (
+        "args",
+        "call",
+        "dead",
+        "drawn_from",
+        "kernels",
+        "kwargs",
+        "module",
+        "name",
+        "random",
+        "results",
+        "surroundings",
+        "training",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
+        results: list[int],
+        module: torch.nn.Module | None,
+        training: bool,
+        surroundings: Surroundings,
+        kernels: Kernels,
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
+        self.module = module
+        self.training = training
+        self.surroundings = surroundings
+        self.kernels = kernels
+        self.dead: list[int] = []
+        self.random: State | None = None
+        """Of all generators, where the code before the call has set one."""
+        self.drawn_from: list[tuple[torch.Generator, torch.Tensor]] = []
+        """The generators that were handed to the call, and their states."""
+
+
+class Tape:
+    """The calls of one stage.
+
+    Tensors of a stage are numbered in the order in which they are made (see `Ledger`); slots are places in the table of
+    values of one run.
+
+    Args:
+        stage: its position in the chain, from 1.
+        name: its name, for messages.
+        ledger: who made which tensor.
+        is_state: whether a tensor is a buffer of the model: writing into it is allowed, and undone by whoever runs the
+            tape.
+        watch: notices generators that are set between calls; None: nobody looks.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        name: str,
+        ledger: Ledger,
+        is_state: Callable[[torch.Tensor], bool],
+        watch: GeneratorWatch | None = None,
+    ) -> None:
+        self.stage = stage
+        self.name = name
+        self.calls: list[Call] = []
+        self.inputs: dict[int, int] = {}
+        """Slot of each tensor of the previous stage that this one reads, by its number there."""
+        self.held: list[Held] = []
+        self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
+        self.refusal: str | None = None
+        """Why the stage cannot be run again, where it cannot."""
+        self.outputs: tuple[int, ...] = ()
+        """The numbers of the tensors that a run returns."""
+        self._made: dict[int, int] = {}
+        self._num_slots = 0
+        self._outputs: list[int] = []
+        self._is_ready = False  # whether it is known which call is the last to read each slot
+        self._ledger: Ledger | None = ledger
+        self._is_state = is_state
+        self._watch = watch
+
+    @property
+    def sets_generators(self) -> bool:
+        """Whether the code between its calls was seen to set a generator."""
+        return self._watch is not None and self._watch.has_seen_one
+
+    # Recording
+
+    def record(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: torch.nn.Module | None = None,
+    ) -> Any:
+        """Run a call and put it on the tape."""
+        training = module is not None and module.training
+        surroundings, kernels = Surroundings.now(), Kernels.now()
+        handed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        drawn_from = [(generator, generator.get_state()) for generator in handed]
+        if self._watch is not None:
+            self._watch.before_call()
+        read: list[tuple[torch.Tensor, int]] = []
+        if len(args) == 1 and type(args[0]) is torch.Tensor:  # most modules; without the detour over `template`
+            forms = [self._encode(read, args[0])]
+        else:
+            forms = [template(value, partial(self._encode, read)) for value in args]
+        keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
+        result = call(*args, **kwargs)
+        if self._watch is not None:
+            self._watch.after_call()
+        changes = False
+        for tensor, version in read:
+            if version_of(tensor) != version:
+                changes = True
+                self._note_change(tensor, name)
+        if name == "__set__" and call == _SET_DATA:  # no version tells of it
+            self._note_change(args[0], "data")
+        results = [self._add(tensor, read) for tensor in tensors_of(result)]
+        # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
+        if results or changes or name == "__set__":
+            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
+            entry.drawn_from = drawn_from
+            if self._watch is not None:
+                entry.random = self._watch.take()
+            self.calls.append(entry)
+        return result
+
+    def _encode(self, read: list[tuple[torch.Tensor, int]], tensor: torch.Tensor) -> Slot | Held:
+        """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
+        assert self._ledger is not None
+        read.append((tensor, version_of(tensor)))
+        found = self._ledger.find(tensor)
+        if found is not None:
+            stage, number = found
+            if stage == self.stage:
+                return Slot(self._made[number])
+            if stage == self.stage - 1:
+                if number not in self.inputs:
+                    self.inputs[number] = self._new_slot()
+                return Slot(self.inputs[number])
+        known = self._held_of.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
+            return known[1]  # a module may ask whether two of its arguments are the same (`key is value`)
+        held = Held(without_history(tensor), found)
+        self.held.append(held)
+        self._held_of[id(tensor)] = (weakref.ref(tensor), held)
+        return held
+
+    def _add(self, tensor: torch.Tensor, read: Iterable[tuple[torch.Tensor, int]]) -> int:
+        assert self._ledger is not None
+        for other, _ in read:
+            if other is tensor and self._ledger.find(tensor) is None:
+                return _NOWHERE  # a parameter or a mask, handed through
+        slot = self._made[self._ledger.add(tensor, self.stage)] = self._new_slot()
+        return slot
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def _note_change(self, tensor: torch.Tensor, name: str) -> None:
+        """Writing into its own tensors is repeated when the stage runs again; writing into another's cannot be."""
+        assert self._ledger is not None
+        found = self._ledger.find(tensor)
+        if (found is not None and found[0] == self.stage) or self._is_state(tensor):
+            return
+        if found is None:
+            self._refuse(f"a tensor of shape {list(tensor.shape)} that is not its own", name)
+        else:
+            self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
+
+    def _refuse(self, what: str, name: str) -> None:
+        self.refusal = (
+            f"stage {self.name!r} changes {what} in place ({name}), so it cannot be run again; "
+            "make it one stage with the one before, or work on a copy"
+        )
+
+    def refuse_transform(self) -> None:
+        """The stage differentiates through a transform of torch.func between its calls, which no tape can repeat."""
+        self.refusal = (
+            f"stage {self.name!r} uses a transform of torch.func (vmap, jvp) between its submodules, so it cannot be "
+            "run again; do that inside a submodule"
+        )
+
+    def end(self) -> None:
+        """The stage has ended; what follows belongs to the next one."""
+        if self._watch is not None:
+            self._watch.before_call()  # a generator may have been set after the last call, too
+
+    def finish(self, outputs: Iterable[int]) -> None:
+        """Say which of the stage's tensors, by number, a run is to return; may be called again."""
+        self.outputs = tuple(outputs)
+        self._is_ready = False
+
+    def _get_ready(self) -> None:
+        """Find out when each slot can be let go; before the first run, since many tapes are finished twice."""
+        self._is_ready = True
+        self._outputs = [self._made[number] for number in self.outputs]
+        if len(self.calls) == 1:
+            return  # what it leaves is let go at once, with the table
+        last: dict[int, int] = {}
+        for index, entry in enumerate(self.calls):
+            entry.dead = []
+            for form in (*entry.args, *entry.kwargs.values()):
+                last.update((slot.index, index) for slot in parts(form, Slot))
+            last.update((result, index) for result in entry.results if result not in last)
+        for slot_index, index in last.items():
+            if slot_index not in self._outputs and slot_index != _NOWHERE:
+                self.calls[index].dead.append(slot_index)
+
+    def close(self) -> None:
+        """End the recording."""
+        self._ledger = None
+        self._held_of.clear()
+
+    # Running
+
+    def run(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run the stage again.
+
+        Args:
+            inputs: the previous stage's tensors by number; those that the stage reads must be there.
+
+        Returns:
+            The stage's outputs, in the order given to `finish`.
+
+        Raises:
+            ExecutionError: where the stage changes its input in place, where a held tensor was changed since, and where
+                a call returns another number of tensors than the first time.
+        """
+        if self.refusal is not None:
+            raise ExecutionError(self.refusal)
+        self.check_held()
+        if not self._is_ready:
+            self._get_ready()
+        values: list[Any] = [None] * self._num_slots
+        for number, slot in self.inputs.items():
+            values[slot] = inputs[number]
+        handed = [generator for entry in self.calls for generator, _ in entry.drawn_from]
+        with _left_as_they_are(handed) if handed else nullcontext():
+            for entry in self.calls:
+                self._run_call(entry, values)
+        return [values[slot] for slot in self._outputs]
+
+    def check_held(self) -> None:
+        """Refuse to go on where a tensor that the stage reads was changed since."""
+        for held in self.held:
+            if version_of(held.tensor) != held.version and not self._is_state(held.tensor):
+                raise ExecutionError(
+                    f"stage {self.name!r} reads a tensor of shape {list(held.tensor.shape)} that was changed in place "
+                    "between forward and backward; work on a copy, or change it after the backward pass"
+                )
+
+    def _run_call(self, entry: Call, values: list[Any]) -> None:
+        if entry.module is not None and entry.module.training != entry.training:
+            raise ExecutionError(
+                f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "
+                "and backward; switch after the backward pass"
+            )
+        args = [build(form, values) for form in entry.args]
+        kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
+        if entry.random is not None and self._watch is not None:
+            self._watch.generators.set(entry.random)
+        for generator, state in entry.drawn_from:
+            generator.set_state(state)
+        if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
+            result = entry.call(*args, **kwargs)
+        else:
+            with entry.surroundings.applied(), entry.kernels.applied():
+                result = entry.call(*args, **kwargs)
+        made = tensors_of(result)
+        if len(made) != len(entry.results):
+            raise ExecutionError(
+                f"stage {self.name!r}: {entry.name} returned {len(made)} tensors when it ran again and "
+                f"{len(entry.results)} the first time; what a stage does must follow from its input alone"
+            )
+        for slot, tensor in zip(entry.results, made, strict=True):
+            if slot != _NOWHERE:
+                values[slot] = tensor
+        for slot in entry.dead:
+            values[slot] = None
+
+
+@contextmanager
+def _left_as_they_are(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Put back, after the block, the states of generators that calls were handed."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without the graph that made it, so that keeping it keeps nothing else; leaves are as they are."""
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written to in place, as autograd counts it."""
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
+        return 0
+
+
+_version = attrgetter("_version")
+
+
+def versions_of(parameters: Iterable[torch.nn.Parameter]) -> list[int]:
+    """The same of many tensors, none of which is an inference tensor, in one go."""
+    return list(map(_version, parameters))

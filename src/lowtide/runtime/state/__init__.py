@@ -1,0 +1,1 @@
+"""Everything that a forward touches besides its arguments."""

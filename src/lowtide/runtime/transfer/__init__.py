@@ -1,0 +1,1 @@
+"""Values to a lower tier, and back."""

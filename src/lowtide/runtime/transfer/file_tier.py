@@ -1,0 +1,129 @@
+"""The lower tier of the CPU: a mapped file in a temporary folder, written and read by threads of its own.
+
+What is stored there is in the system's file cache and on the disk, no longer in the process: its pages are let go from
+the mapping as soon as they are written, or read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
+from lowtide.units import format_bytes
+
+_SMALLEST_PIECE_BYTES = 16 * 2**20
+
+
+class _Piece:
+    """One mapped file without a name: it is gone when the process is."""
+
+    def __init__(self, folder: str | None, num_bytes: int) -> None:
+        self.arena = Arena(num_bytes)
+        try:
+            with tempfile.TemporaryFile(dir=folder, prefix="lowtide-") as file:
+                file.truncate(num_bytes)
+                self.map = mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise ExecutionError(
+                f"no file of {format_bytes(num_bytes)} for offloaded activations in {folder or tempfile.gettempdir()}: "
+                f"{error.strerror or error}; set TMPDIR to a folder with room, or fit without offloading"
+            ) from None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+    def let_go(self, offset: int, num_bytes: int) -> None:
+        """Take whole pages out of the process; the file keeps them."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+class _Region:
+    """Room in a piece for some storages, and the copy that fills it."""
+
+    __slots__ = ("num_bytes", "piece", "room", "sizes", "stored")
+
+    def __init__(self, piece: _Piece, room: Room, sizes: Sequence[int]) -> None:
+        self.piece = piece
+        self.room = room
+        self.sizes = sizes
+        self.num_bytes = room.num_bytes
+        self.stored: Future[None] | None = None
+
+
+class _Ticket:
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait for the copy; what went wrong in its thread is raised here."""
+        self._future.result()
+
+
+class FileTier:
+    """Storages of the CPU in files.
+
+    Args:
+        capacity_bytes: made at the first use; more is added where it is not enough.
+        limit_bytes: never use more than this; None: no limit.
+        folder: where; None: the system's temporary folder.
+    """
+
+    smallest_bytes = 1
+
+    def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
+        self._pieces = Pieces(partial(_Piece, folder), capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-to-file")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-from-file")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The bytes of all files made so far."""
+        return self._pieces.capacity_bytes
+
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+        """Queue a copy of storages to the file."""
+        sizes = [storage.nbytes() for storage in storages]
+        region = _Region(*self._pieces.take(sum(map(rounded, sizes))), sizes)
+        region.stored = self._writer.submit(_write, region, storages)
+        return region, _Ticket(region.stored)
+
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+        """Make storages, and queue a copy of a region into them."""
+        storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
+        return storages, _Ticket(self._reader.submit(_read, region, storages))
+
+    def close(self) -> None:
+        """End the threads; what is stored stays readable no longer."""
+        self._writer.shutdown(wait=True)
+        self._reader.shutdown(wait=True)
+
+
+def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+    address = region.piece.address + region.room.offset
+    for storage in storages:
+        # memmove gives other threads the interpreter while it copies
+        ctypes.memmove(address, storage.data_ptr(), storage.nbytes())
+        address += rounded(storage.nbytes())
+    region.piece.let_go(region.room.offset, region.num_bytes)
+
+
+def _read(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+    if region.stored is not None:
+        region.stored.result()
+    address = region.piece.address + region.room.offset
+    for storage in storages:
+        ctypes.memmove(storage.data_ptr(), address, storage.nbytes())
+        address += rounded(storage.nbytes())
+    region.piece.let_go(region.room.offset, region.num_bytes)

@@ -1,0 +1,155 @@
+"""The lower tier of a CUDA device: pinned host memory, copied to and fro on two streams of their own.
+
+Memory follows from the order of the list alone: a copy down starts after what the compute stream was given before it,
+and whoever frees the storage makes the compute stream wait for the copy first; a copy up goes into memory that was
+allocated on the compute stream at its place in the list, and starts after what that stream was given before. All of it
+is ordered by events; nothing is left to `record_stream`. The compute stream is whichever is current at each call.
+
+Pinned memory is taken once, in one slab of the size that the schedule needs, and registered as it is: PyTorch's own
+pinned allocator would round it up to a power of two.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowtide.errors import ExecutionError, LowtideWarning
+from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
+from lowtide.units import format_bytes
+
+# More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
+_SMALLEST_PIECE_BYTES = 64 * 2**20
+
+
+class _Slab:
+    """One piece of pinned memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.arena = Arena(num_bytes)
+        self.memory = _host_memory(num_bytes)
+
+    def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """A part of it."""
+        return self.memory[offset : offset + num_bytes]
+
+
+class _Region:
+    """Room in a slab for some storages, and the last copy that reads or writes it."""
+
+    __slots__ = ("last_copy", "num_bytes", "parts", "room")
+
+    def __init__(self, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
+        self.room = room
+        self.num_bytes = room.num_bytes
+        self.parts: list[torch.Tensor] = []
+        self.last_copy: torch.cuda.Event | None = None
+        offset = room.offset
+        for num_bytes in sizes:
+            self.parts.append(slab.bytes_at(offset, num_bytes))
+            offset += rounded(num_bytes)
+
+
+class _Ticket:
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the copy."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class PinnedTier:
+    """Storages of one CUDA device in pinned host memory.
+
+    Args:
+        device: the device.
+        capacity_bytes: pinned at the first use; more is added where it is not enough.
+        limit_bytes: never use more than this; None: no limit.
+    """
+
+    # Above the statistics of a normalisation, a few kilobytes each: a copy has to be launched however small it is, and
+    # launching is what limits steps with copies. The figure itself was not tuned.
+    smallest_bytes = 16 * 2**10
+
+    def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:
+        self._device = device
+        self._slabs = Pieces(_Slab, capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+        self.to_host = torch.cuda.Stream(device)
+        self.to_device = torch.cuda.Stream(device)
+        # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
+        self._last_load: torch.cuda.Event | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """All pinned memory taken so far."""
+        return self._slabs.capacity_bytes
+
+    def reserve(self) -> None:
+        """Take the planned memory now rather than at the first copy."""
+        self._slabs.make_first()
+
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+        """Queue copies of storages down."""
+        sizes = [storage.nbytes() for storage in storages]
+        region = _Region(*self._slabs.take(sum(map(rounded, sizes))), sizes)
+        self.to_host.wait_stream(torch.cuda.current_stream(self._device))
+        if self._last_load is not None:
+            self.to_host.wait_event(self._last_load)
+        with torch.cuda.stream(self.to_host):
+            for part, storage in zip(region.parts, storages, strict=True):
+                part.copy_(_bytes_of(storage), non_blocking=True)
+            region.last_copy = self.to_host.record_event()
+        return region, _Ticket(region.last_copy, self._device)
+
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+        """Make storages on the compute stream, and queue copies of a region into them."""
+        memory = [torch.empty(part.numel(), dtype=torch.uint8, device=device) for part in region.parts]
+        self.to_device.wait_stream(torch.cuda.current_stream(self._device))
+        if region.last_copy is not None:
+            self.to_device.wait_event(region.last_copy)
+        with torch.cuda.stream(self.to_device):
+            for tensor, part in zip(memory, region.parts, strict=True):
+                tensor.copy_(part, non_blocking=True)
+            self._last_load = self.to_device.record_event()
+        return [tensor.untyped_storage() for tensor in memory], _Ticket(self._last_load, self._device)
+
+    def close(self) -> None:
+        """Wait for copies under way; the memory goes when nothing refers to it any more."""
+        self.to_host.synchronize()
+        self.to_device.synchronize()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    """Host memory, registered with CUDA; where that is refused, ordinary memory and one warning."""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError:
+        raise ExecutionError(
+            f"the host has no {format_bytes(num_bytes)} for offloaded activations; set host_memory_budget=, or fit "
+            "without offloading (bandwidth=0)"
+        ) from None
+    address = memory.data_ptr()
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+        warnings.warn(
+            f"{format_bytes(num_bytes)} of host memory could not be pinned; copies will not overlap with computing, "
+            "and steps will be slower than predicted; raise the limit of locked memory (ulimit -l)",
+            LowtideWarning,
+            stacklevel=2,
+        )
+    else:
+        finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
+        finalizer.atexit = False
+    return memory

@@ -1,0 +1,1 @@
+"""Schedules that are made of sets of checkpoints."""

@@ -1,0 +1,95 @@
+"""Checkpointing by segments: what `segments` and `chen` choose from.
+
+The chain is cut into segments. The forward pass keeps the input of each and saves nothing inside, except in the last,
+which saves everything. Going back, each segment is run once more, saving everything, before its backwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.chain import Chain
+from lowtide.schedule import Backward, Forward, Operation, Schedule
+from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.nested.costs import Costs, costs_of, outside_bytes
+
+Starts = tuple[int, ...]
+"""The first stage of each segment, from 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segmentation:
+    """One way to cut a chain, and what it costs."""
+
+    starts: Starts
+    seconds: float
+    peak_bytes: int
+
+    def schedule(self, strategy: str, num_stages: int) -> Schedule:
+        """Its operations."""
+        return Schedule(strategy, tuple(_operations(self.starts, num_stages)))
+
+
+def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
+    """What it costs to cut a chain so; `costs` are the chain's, as variant 0."""
+    again = sum(costs.split_until[p] - costs.forward_until[s - 1] for s, p in itertools.pairwise(starts))
+    return Segmentation(starts, chain.compute_seconds + float(again), outside_bytes(chain) + _peak(costs, starts))
+
+
+def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -> Answer:
+    """The fastest way to cut the chain within the budget; of equals, the one with the lowest peak.
+
+    Raises:
+        InfeasibleBudgetError: with the least peak of all of them.
+    """
+    candidates = _candidates(problem, cuts)
+    feasible = [candidate for candidate in candidates if candidate.peak_bytes <= problem.memory_budget]
+    if not feasible:
+        raise problem.infeasible(strategy, min(candidate.peak_bytes for candidate in candidates))
+    best = min(feasible, key=lambda candidate: (candidate.seconds, candidate.peak_bytes))
+    schedule = best.schedule(strategy, problem.chain.num_stages)
+    return Answer(schedule, details={"num_segments": len(best.starts)})
+
+
+def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
+    """The least peak of all of them."""
+    return min(candidate.peak_bytes for candidate in _candidates(problem, cuts))
+
+
+def _candidates(problem: Problem, cuts: Iterable[Starts]) -> list[Segmentation]:
+    costs = costs_of(problem.chain, variants=False)
+    return [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
+
+
+def _operations(starts: Starts, num_stages: int) -> Iterator[Operation]:
+    ends = [*(start - 1 for start in starts[1:]), num_stages]
+    for start, end in zip(starts[:-1], ends[:-1], strict=True):
+        yield Forward(start, "keep")
+        yield from (Forward(k, "drop") for k in range(start + 1, end + 1))
+    for start, end in zip(reversed(starts), reversed(ends), strict=True):
+        yield from (Forward(k, "all") for k in range(start, end + 1))
+        yield from (Backward(k) for k in range(end, start - 1, -1))
+
+
+def _peak(costs: Costs, starts: Starts) -> int:
+    """The peak, without what lies outside (see `nested.outside_bytes`)."""
+    first = np.array(starts)
+    last = np.append(first[1:] - 1, costs.num_stages)
+    before = np.concatenate(([0], np.cumsum(costs.way_saved)[:-1]))  # what stages 1..k-1 save, at k - 1
+    kept = np.cumsum(costs.activation[first - 1]) - costs.activation[0]
+
+    def highest(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.maximum.reduceat(values, first - 1)
+
+    saving = highest(before + costs.way_forward) + costs.beside[last]
+    going_back = highest(before + costs.way_backward)
+    peaks = kept + np.maximum(saving, going_back) - before[first - 1]
+    passing = costs.activation[:-1] + costs.activation[1:] + costs.forward_extra[1:]
+    passing[first - 1] -= costs.activation[first - 1]  # the input of a segment is among the kept
+    forward = kept + highest(passing) + costs.beside[-1]
+    return int(max(peaks.max(), forward[:-1].max(initial=0)))

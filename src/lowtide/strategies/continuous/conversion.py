@@ -1,0 +1,138 @@
+"""From schedules of the continuous model to ones that move each value at once.
+
+The continuous model frees and fetches memory bit by bit; a list of operations releases and fetches whole values. The
+order of computations and the choice of values stay, `transfers` places the copies. What that costs depends on how much
+room there is for values in flight, which the model does not know of; so, where it costs something, a local search
+looks for a better choice of values, and where it still does, plans made for a little less memory are converted too. The
+fastest is taken. Where every computation runs once and few values could move, every choice of them is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lowtide.chain import Chain
+from lowtide.schedule import Backward, Forward, Schedule
+from lowtide.strategies.base import Problem
+from lowtide.strategies.continuous.readoff import ContinuousPlan
+from lowtide.strategies.continuous.search import ContinuousModel
+from lowtide.strategies.copies.gaps import Placement, Profile
+from lowtide.strategies.copies.improve import descend
+
+# The model's best plans are close to each other, and conversion does not cost each the same.
+_NUM_PLANS = 8
+# Conversion that costs less than this share of the time is not worth further work.
+_CHEAP = 1e-3
+# A local search over which values move comes first: it works on so many of the plans,
+_NUM_SEARCHED = 3
+# and takes some 0.1 s for each with 100 stages, where it is seldom cut short.
+_MOST_WORK = 600_000
+# Where that leaves more than this share, plans for less memory are searched, which takes longer.
+_DEAR = 3e-3
+# The shares of the memory above the minimum for which they are made; the rest is held back for values in flight.
+_SHARES = (0.97, 0.94, 0.9, 0.85, 0.8)
+# With so many gaps there are 1024 choices, which takes some 20 ms; each gap more doubles that.
+_MOST_GAPS_TRIED_OUT = 10
+
+
+def once_each(chain: Chain) -> Profile:
+    """Every stage saves everything: each computation runs once."""
+    stages = range(1, chain.num_stages + 1)
+    order: list[Forward | Backward] = [Forward(k, "all") for k in stages]
+    return Profile(chain, [*order, *(Backward(k) for k in reversed(stages))])
+
+
+def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], float]:
+    """Schedules in which each computation runs once, and the time of the best plan of that kind in the model.
+
+    Args:
+        problem: with a bandwidth above 0, and a budget of at least what `once_each` needs with everything moved.
+        slots: how finely the search tells amounts of memory apart.
+    """
+    profile = once_each(problem.chain)
+    model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
+    found, seconds = converted_plans(problem, model, slots)
+    everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+    found += [everything] if everything is not None else []
+    waits = min(placement.seconds for placement in found) > profile.compute_seconds
+    tried = _best_of_all_choices(problem, profile) if waits else None
+    return [*found, *([tried] if tried is not None else [])], seconds
+
+
+def _best_of_all_choices(problem: Problem, profile: Profile) -> Placement | None:
+    """The fastest choice of values to move; None where there are too many to try."""
+    if len(profile.gaps) > _MOST_GAPS_TRIED_OUT:
+        return None
+    best, fastest_seconds = None, math.inf
+    for choice in itertools.product((False, True), repeat=len(profile.gaps)):
+        found = profile.positions(np.array(choice), problem.memory_budget, problem.bandwidth, problem.duplex)
+        if found is not None and found[0] < fastest_seconds:
+            best, fastest_seconds = choice, found[0]
+    return None if best is None else _place(problem, profile, np.flatnonzero(best).tolist())
+
+
+def converted_plans(problem: Problem, model: ContinuousModel, slots: int) -> tuple[list[Placement], float]:
+    """Schedules within the budget, and the time of the best plan in the continuous model.
+
+    Args:
+        problem: with a budget of at least `model.minimum_bytes`.
+        model: of the problem's chain and bandwidth.
+        slots: how finely the search tells amounts of memory apart.
+    """
+    budget, minimum = problem.memory_budget, model.minimum_bytes
+    plans = model.plans(budget, slots, _NUM_PLANS)
+    goal = plans[0].seconds
+    found = _placed(problem, plans, goal)
+    for share in _SHARES:
+        best = min(placement.seconds for placement in found)
+        if best <= goal * (1 + _DEAR):
+            break
+        less = minimum + int(share * (budget - minimum))
+        found += _placed(problem, model.plans_within(less, slots, _NUM_PLANS, best), goal)
+    return found, goal
+
+
+def _placed(problem: Problem, plans: Sequence[ContinuousPlan], goal_seconds: float) -> list[Placement]:
+    """The plans converted, and where that leaves the best of them above the goal, searched for better choices too."""
+    placements = [placement for plan in plans if (placement := converted(problem, plan)) is not None]
+    if min((placement.seconds for placement in placements), default=math.inf) > goal_seconds * (1 + _CHEAP):
+        searched = (_searched(problem, plan) for plan in plans[:_NUM_SEARCHED])
+        placements += [placement for placement in searched if placement is not None]
+    return placements
+
+
+def converted(problem: Problem, plan: ContinuousPlan) -> Placement | None:
+    """One plan with its copies placed within the budget of the problem."""
+    profile = Profile(problem.chain, plan.order)
+    return _place(problem, profile, _moved(plan, profile))
+
+
+def _searched(problem: Problem, plan: ContinuousPlan) -> Placement | None:
+    """The same computations with the best choice of values to move that a local search finds."""
+    profile = Profile(problem.chain, plan.order)
+    if not profile.gaps:
+        return None
+    start = np.zeros(len(profile.gaps), dtype=np.bool_)
+    start[_moved(plan, profile)] = True
+    found = descend(problem, profile, start, _MOST_WORK)
+    return None if found is None else _place(problem, profile, np.flatnonzero(found[0]).tolist())
+
+
+def _moved(plan: ContinuousPlan, profile: Profile) -> list[int]:
+    """The gaps that hold the loss, of the values that a plan moves."""
+    loss = plan.order.index(Backward(profile.chain.num_stages))
+    return [index for index, gap in enumerate(profile.gaps) if gap.value in plan.moved and gap.begin < loss < gap.end]
+
+
+def _place(problem: Problem, profile: Profile, moved: list[int]) -> Placement | None:
+    return profile.place(moved, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
+
+
+def fastest(strategy: str, placements: Iterable[Placement | None]) -> Schedule:
+    """The schedule of the fastest placement, the first of equals; there is at least one."""
+    found = [placement for placement in placements if placement is not None]
+    return Schedule(strategy, min(found, key=lambda placement: placement.seconds).operations)

@@ -1,0 +1,1 @@
+"""Where copies go in a given order of computations."""

@@ -1,0 +1,1 @@
+"""Nested persistent schedules: the class that `rotor` and `revolve` search."""

@@ -1,0 +1,1 @@
+"""Compiled loops, arrays and linear programs."""

@@ -1,0 +1,59 @@
+"""How hot loops are compiled: once, with the result kept on disk, and without holding Python's lock while they run."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import njit
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_IMPORT = re.compile(r"^from (lowtide\.strategies\.[\w.]+) import", re.MULTILINE)
+
+
+def kernel(function: _Function) -> _Function:
+    """Compile a function when it is first called."""
+    return _compiled(function, fastmath=False)
+
+
+def fast_kernel(function: _Function) -> _Function:
+    """Compile a function in which no NaN and no signed zero occurs: there the compiler may use vector minima."""
+    return _compiled(function, fastmath={"nnan", "nsz"})
+
+
+def _compiled(function: _Function, *, fastmath: bool | set[str]) -> _Function:
+    try:
+        compiled: Any = njit(function, cache=True, nogil=True, fastmath=fastmath)
+    except RuntimeError:  # nowhere to keep it: a read-only installation, and no home directory
+        return njit(function, nogil=True, fastmath=fastmath)  # type: ignore[no-any-return]
+    # By itself numba looks only at the file of the function: what is on disk would be used when a function that it
+    # calls has changed in another file, and would be an error when a record that it takes has another name. Its version
+    # is what it compares before all else.
+    files: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(files, "_version"):
+        files._version = f"{files._version} {_digest(function.__module__)}"
+    return compiled  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _digest(module: str) -> str:
+    """A number that changes with the source of a module or of any strategy's module that it imports."""
+    digest = hashlib.sha256()
+    seen: set[str] = set()
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name in seen or file is None:
+            continue
+        seen.add(name)
+        source = Path(file).read_text(encoding="utf-8")
+        digest.update(source.encode())
+        pending.extend(sorted(_IMPORT.findall(source)))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""What the strategies that move weights share."""

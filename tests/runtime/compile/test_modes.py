@@ -1,0 +1,149 @@
+"""Variants of compiled blocks are used as they were checked: not where other things are trained or switched off."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+import torch._dynamo
+from tests.runtime.training import assert_equal, gradients
+from torch import nn
+
+import lowtide
+from lowtide import Forward
+from lowtide.runtime.compile.compiled import _compiled_function
+from lowtide.runtime.compile.modes import Modes
+from lowtide.runtime.measure import figures as measure_figures
+from lowtide.runtime.measure.timing import Timing
+
+WIDTH, DEPTH = 16, 6
+BACKEND = {"backend": "aot_eager_decomp_partition", "dynamic": False}
+
+
+class Block(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.first, self.second = nn.Dropout(share), nn.Dropout(share)
+
+    def forward(self, x):
+        return x + self.second(self.narrow(self.first(nn.functional.gelu(self.wide(self.norm(x))))))
+
+
+class Net(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(share) for _ in range(DEPTH))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def freeze(model: Net) -> None:
+    model.blocks[:2].requires_grad_(False)
+
+
+def unfreeze(model: Net) -> None:
+    model.requires_grad_(True)
+
+
+def switch_off(model: Net) -> None:
+    for block in model.blocks[:3]:
+        block.first.eval()
+
+
+def switch_on(model: Net) -> None:
+    model.train()
+    for block in model.blocks:
+        block.first.p = block.second.p = 0.3
+
+
+def one_step(model: Net, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model(x).backward()
+    found = {**dict(gradients(model)), "the generator's state": torch.get_rng_state()}
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind():
+    """Other tests count all live tensors."""
+    yield
+    _compiled_function.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+
+
+@pytest.fixture
+def quick_variants(monkeypatch):
+    """Variants, which are measured after the stage itself, are quicker: they are preferred under any budget."""
+    order = itertools.count(1)
+    monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+
+
+@pytest.mark.parametrize(
+    ("share", "changes"), [(0.3, [freeze, unfreeze]), (0.3, [switch_off, switch_on]), (0.0, [switch_on, switch_off])]
+)
+@pytest.mark.usefixtures("quick_variants")
+def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes):
+    x = torch.randn(64, WIDTH)
+    torch.manual_seed(0)
+    model = Net(share)
+    options = {"strategy": "rotor", "bandwidth": 0, "optimizer": "sgd", "compile_stages": BACKEND}
+    plan = lowtide.fit(model, x, memory_budget="1GiB", **options)
+    assert any(op.variant for op in plan.schedule.operations if isinstance(op, Forward))
+    torch.manual_seed(0)
+    plain = Net(share)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for block in plain.blocks:
+            block.compile(**BACKEND)
+        for change in (lambda model: None, *changes):
+            for each in (model, plain):
+                change(each)
+            assert_equal(one_step(model, x), one_step(plain, x))
+    plan.detach()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.usefixtures("quick_variants")
+def test_variants_of_a_plan_from_a_file_are_used_whatever_mode_the_model_was_in(mode, monkeypatch, tmp_path):
+    x, options = torch.randn(64, WIDTH), {"strategy": "rotor", "bandwidth": 0, "compile_stages": BACKEND}
+    with lowtide.fit(Net(0.3), x, memory_budget="1GiB", **options) as plan:
+        plan.save(tmp_path / "plan.json")
+    model, used = Net(0.3), []
+    getattr(model, mode)()
+    loaded = lowtide.load_plan(tmp_path / "plan.json", model)
+    assert model.training == (mode == "train")
+    monkeypatch.setattr(
+        Modes, "are_as_then", lambda modes, block, asked=Modes.are_as_then: used.append(asked(modes, block)) or used[-1]
+    )
+    model.train()
+    model(x).backward()
+    assert used
+    assert all(used)
+    loaded.detach()
+
+
+def test_modes_of_a_block():
+    block = Block(0.1)
+    modes = Modes(block)
+    assert modes.are_as_then(block)
+    block.first.p = 0.2
+    assert modes.are_as_then(block)  # the same computations
+    for change, back in [
+        (lambda: setattr(block.first, "p", 0.0), lambda: setattr(block.first, "p", 0.1)),
+        (block.second.eval, block.second.train),
+        (lambda: block.wide.weight.requires_grad_(False), lambda: block.wide.weight.requires_grad_(True)),
+        (block.eval, block.train),
+    ]:
+        change()
+        assert not modes.are_as_then(block)
+        back()
+        assert modes.are_as_then(block)

@@ -1,0 +1,354 @@
+"""What a caller got wrong is said in one line that names the argument, with the original error as its cause."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.runtime.capture import watch as capture_watch
+from lowtide.runtime.fitting import planning
+
+WIDTH = 8
+
+
+def chain_of_blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+
+
+def fit(model: nn.Module, sample: object, **options: object) -> lowtide.Plan:
+    return lowtide.fit(model, sample, **{"memory_budget": "1GiB", "bandwidth": 0, **options})
+
+
+both = pytest.mark.parametrize("call", [fit, lowtide.measure], ids=["fit", "measure"])
+
+
+@both
+@pytest.mark.parametrize(
+    ("sample", "kind", "shown"),
+    [
+        (torch.zeros(2, 3), RuntimeError, r"mat1 and mat2.*\[2, 3\] float32"),
+        (torch.zeros(2, WIDTH, dtype=torch.float64), RuntimeError, r"dtype.*\[2, 8\] float64"),
+        ({"pictures": torch.zeros(2, WIDTH)}, TypeError, r"unexpected keyword.*pictures=\[2, 8\] float32"),
+        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32, 3"),
+    ],
+    ids=["shape", "dtype", "keyword", "number"],
+)
+def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
+    with pytest.raises(lowtide.CaptureError, match=rf"on the sample.*{kind.__name__}.*{shown}") as caught:
+        call(chain_of_blocks(), sample)
+    assert type(caught.value.__cause__) is kind
+    assert str(caught.value.__cause__) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@both
+@pytest.mark.parametrize(
+    ("sample", "name"), [((iter([torch.zeros(2, WIDTH)]),), "0"), ({"parts": zip([1], [2], strict=True)}, "'parts'")]
+)
+def test_an_argument_that_can_be_read_once(call, sample, name):
+    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*give a list"):
+        call(chain_of_blocks(), sample)
+
+
+@both
+def test_a_loss_of_two_arguments(call):
+    with pytest.raises(lowtide.CaptureError, match=r"^loss= .*TypeError.*'target'.*loss=lambda result:") as caught:
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), loss=nn.CrossEntropyLoss())
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@both
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"loss": 5}, "loss is 5, expected a function"),
+        ({"stages": 5}, r"stages is 5, expected .*\[\"encoder\.layer\.\*\"\]"),
+        ({"stages": ["0", 5]}, r"stages is \['0', 5\], expected"),
+        ({"stages": "0.*"}, r"stages is '0\.\*', expected .*; write \[\"0\.\*\"\]"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call, options, reason, monkeypatch):
+    monkeypatch.setattr(capture_watch, "_Watcher", None)
+    monkeypatch.setattr(planning, "measured_for", None if call is fit else planning.measured_for)
+    with pytest.raises(lowtide.CaptureError, match=reason):
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
+
+
+@both
+def test_a_result_in_which_no_tensor_is_seen(call):
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = chain_of_blocks()
+
+        def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
+            return types.SimpleNamespace(logits=self.blocks(x))
+
+    with pytest.raises(lowtide.CaptureError, match=r"no tensor is seen.*\(SimpleNamespace\); return .*dataclasses"):
+        call(Wrapped(), torch.zeros(2, WIDTH))
+
+
+def test_what_is_no_model_is_not_measured():
+    with pytest.raises(lowtide.LowtideError, match=r"expected an nn\.Module"):
+        lowtide.measure(nn.Tanh, torch.zeros(2, WIDTH))
+
+
+def test_what_is_no_model_gets_no_plan(tmp_path):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        plan.save(tmp_path / "plan.json")
+    for call in (lambda: lowtide.load_plan(tmp_path / "plan.json", 3), lambda: lowtide.attach(3, plan.schedule)):
+        with pytest.raises(lowtide.PlanError, match=r"model is 3, expected an nn\.Module"):
+            call()
+
+
+def test_a_report_of_progress_that_cannot_be_called():
+    with pytest.raises(lowtide.PlanError, match="progress is 3, expected a function"):
+        fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)
+
+
+def test_a_saved_plan_says_who_plans_for_other_shapes(tmp_path):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        plan.save(tmp_path / "plan.json")
+    loaded = lowtide.load_plan(tmp_path / "plan.json", model)
+    with pytest.raises(lowtide.PlanError, match=r"\[3, 8\].*lowtide\.fit plans for these shapes"):
+        model(torch.zeros(3, WIDTH))
+    loaded.detach()
+
+
+class Differentiating(nn.Module):
+    """Its forward computes the derivative of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain_of_blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.blocks(x).sum(), x, create_graph=True)
+        return slope
+
+
+@both
+def test_a_forward_that_computes_gradients_says_where_to_compute_them(call):
+    with pytest.raises(lowtide.CaptureError, match="computes gradients of its own; fit the network that is diff"):
+        call(Differentiating(), torch.zeros(2, WIDTH))
+
+
+@pytest.mark.parametrize("call", [lambda *given: lowtide.fit(*given, memory_budget="1GiB"), lowtide.measure])
+def test_a_model_without_data(call):
+    with pytest.raises(lowtide.CaptureError, match=r"parameter '0\.0\.weight' is on the meta device.*load"):
+        call(chain_of_blocks().to("meta"), torch.zeros(2, WIDTH))
+
+
+def test_a_solution_for_a_model_with_more_blocks():
+    chain = lowtide.measure(chain_of_blocks(), torch.zeros(2, WIDTH))
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
+    with pytest.raises(lowtide.PlanError, match=r"has no submodule '3', .*measured of this model"):
+        lowtide.attach(chain_of_blocks()[:3], solution)
+
+
+def test_a_model_with_a_plan_is_not_measured_again():
+    model = chain_of_blocks()
+    plan = fit(model, torch.zeros(2, WIDTH))
+    with pytest.raises(lowtide.CaptureError, match=r"a plan is attached to the model; detach it first"):
+        lowtide.measure(model, torch.zeros(2, WIDTH))
+    plan.detach()
+    assert lowtide.measure(model, torch.zeros(2, WIDTH)).num_stages == 4
+
+
+@both
+def test_an_empty_batch(call):
+    sample = (torch.zeros(0, WIDTH), torch.tensor(1.0))
+    with pytest.raises(lowtide.CaptureError, match=r"sample is empty.*\[0, 8\] float32.*at least one"):
+        call(chain_of_blocks(), sample)
+
+
+def test_a_sample_without_tensors_is_not_an_empty_batch():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = chain_of_blocks()
+
+        def forward(self, num_rows: int) -> torch.Tensor:
+            return self.blocks(torch.ones(num_rows, WIDTH))
+
+    assert lowtide.measure(Counting(), (2,)).num_stages > 1
+
+
+class Failing(nn.Module):
+    """Raises an error of its own while it has one."""
+
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = chain_of_blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.blocks(x)
+
+
+@both
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("full"), MemoryError(), lowtide.PlanError("mine")], ids=str
+)
+def test_what_is_not_the_samples_fault_passes_as_it_is(call, error):
+    model = Failing()
+    model.error = error
+    with pytest.raises(type(error)) as caught:
+        call(model, torch.zeros(2, WIDTH))
+    assert caught.value is error
+
+
+def test_a_loss_that_does_not_suit_a_larger_batch_is_told_in_the_training_step_that_plans_again():
+    model, y = chain_of_blocks(), torch.zeros(2, dtype=torch.long)
+    with fit(model, torch.zeros(2, WIDTH), loss=lambda result: nn.functional.cross_entropy(result, y)):
+        with pytest.raises(lowtide.CaptureError, match=r"^loss= .*ValueError.*again for larger batches"):
+            model(torch.zeros(4, WIDTH))
+        model(torch.zeros(2, WIDTH)).sum().backward()  # as before
+
+
+def test_in_a_training_step_that_plans_again_the_models_own_error_comes_through():
+    model = Failing()
+    with fit(model, torch.zeros(2, WIDTH)):
+        model.error = ValueError("mine")
+        with pytest.raises(ValueError, match="mine") as caught:
+            model(torch.zeros(4, WIDTH))  # larger than planned for
+        assert caught.value is model.error
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_a_plan_is_not_copied(copied):
+    model = chain_of_blocks()
+    with fit(model, torch.zeros(2, WIDTH)) as plan:
+        with pytest.raises(lowtide.PlanError, match=r"plan\.save\(path\).*lowtide\.load_plan\(path, model\)"):
+            copied(plan)
+        assert plan.is_attached
+        copied(model)  # the model is
+
+
+@pytest.mark.parametrize("bandwidth", [12, "999kB/s"])
+def test_a_link_slower_than_any_is_pointed_out(bandwidth):
+    with pytest.warns(lowtide.LowtideWarning, match=r"bandwidth is \d+ .*B/s.*\"12GB/s\""):
+        fit(chain_of_blocks(), torch.zeros(2, WIDTH), bandwidth=bandwidth).detach()
+
+
+@pytest.mark.parametrize("bandwidth", [0, "1MB/s"])
+def test_a_slow_link_and_none_at_all_are_not(bandwidth):
+    fit(chain_of_blocks(), torch.zeros(2, WIDTH), bandwidth=bandwidth).detach()  # a warning is an error here
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_model_of_another_type_than_planned_for_is_refused(attached):
+    model = nn.Sequential(nn.Embedding(8, WIDTH), *chain_of_blocks())
+    tokens = torch.zeros(4, dtype=torch.long)
+    if attached:
+        chain = lowtide.measure(model, tokens)
+        plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
+    else:
+        plan = fit(model, tokens)
+    model.double()
+    with pytest.raises(
+        lowtide.PlanError, match=r"parameter '0.weight' is torch.float64, and was torch.float32.*fit again"
+    ):
+        model(tokens)
+    plan.detach()
+    model(tokens).sum().backward()
+
+
+def normalize_spectrally(model):
+    nn.utils.parametrizations.spectral_norm(model[1][0])
+
+
+def replace_a_layer(model):
+    model[1][0] = nn.Linear(WIDTH, WIDTH)
+
+
+def take_a_layer_away(model):
+    del model[3]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [(normalize_spectrally, "1.0.parametrizations"), (replace_a_layer, "1.0"), (take_a_layer_away, "3")],
+)
+def test_a_model_with_other_submodules_than_planned_for_is_refused(change, path):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    x = torch.ones(2, WIDTH)
+    chain = lowtide.measure(model, x)
+    plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
+    change(model)
+    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' is not what it was .*fit again"):
+        model(x)
+    plan.detach()
+    model(x).sum().backward()
+
+
+class Naming(nn.Module):
+    """Gives the block that runs a second name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.active = self.blocks[0]
+
+    def forward(self, x):
+        for block in self.blocks:
+            self.active = block
+            x = torch.tanh(self.active(x))
+        return x
+
+
+def test_another_name_for_a_submodule_is_no_other_submodule():
+    model, x = Naming(), torch.ones(2, WIDTH)
+    chain = lowtide.measure(model, x)
+    with lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB")) as plan:
+        for _ in range(2):
+            model(x).sum().backward()
+        model.active = model.blocks[1]
+        model(x).sum().backward()
+        assert plan.stats().num_steps == 3
+        model.blocks[1] = nn.Linear(WIDTH, WIDTH)  # which the other name still knows
+        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' is not what it was"):
+            model(x)
+
+
+def test_a_tensor_that_goes_past_calls_is_told_without_a_loss_that_nobody_gave():
+    class Holder:
+        value = None
+
+    class Layer(nn.Module):
+        def __init__(self, holder):
+            super().__init__()
+            self.linear, self.holder = nn.Linear(WIDTH, WIDTH), holder
+
+        def forward(self, x):
+            last = x if self.holder.value is None else self.holder.value
+            self.holder.value = torch.tanh(self.linear(x)) + last
+            return x + 1
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.holder = Holder()
+            self.layers = nn.ModuleList(Layer(self.holder) for _ in range(3))
+
+        def forward(self, x):
+            self.holder.value = None
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.holder.value
+
+    with pytest.raises(lowtide.CaptureError) as refusal:
+        fit(Net(), torch.zeros(4, WIDTH, requires_grad=True))
+    assert "loss=" not in str(refusal.value)
