@@ -203,15 +203,15 @@ def test_variants_have_times_and_bytes_of_their_own():
     [
         ([Forward(2, "all")], 0, "neither a[1] nor abar[1] is on the device"),
         ([Forward(3, "all")], 0, "2 stages"),
-        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is stored already"),
-        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is stored already"),
+        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is already stored"),
+        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is already stored"),
         ([Forward(1, "all"), Forward(2, "drop")], 1, "a[1] is not on the device"),
         ([Forward(1, "all"), Backward(1)], 1, "backward 2 comes next"),
         ([Forward(1, "all"), Forward(2, "keep"), Backward(2)], 2, "abar[2] is not on the device"),
         ([Forward(1, "drop"), Forward(2, "all"), Backward(2), Forward(1, "all")], 3, "a[0] is not on the device"),
         ([Forward(1, "all", 1)], 0, "1 variants"),
         ([Release("a", 0)], 0, "no current copy on the host"),
-        ([Prefetch("a", 0)], 0, "on the device already"),
+        ([Prefetch("a", 0)], 0, "already on the device"),
         ([Prefetch("abar", 1)], 0, "no current copy on the host"),
         ([Offload("abar", 1)], 0, "abar[1] is not on the device"),
         ([Offload("w", 1)], 0, 'does not manage "w"'),
@@ -235,7 +235,7 @@ def test_a_schedule_for_another_number_of_stages_is_refused_with_both_and_the_fi
     schedule = Schedule("rotor", operations)
     assert schedule.num_stages == num_stages
     with pytest.raises(
-        ScheduleError, match=rf"is for {num_stages} stages, and chain 'two' has 2; .*operation"
+        ScheduleError, match=rf"is for {num_stages} stages, but chain 'two' has 2; .*operation"
     ) as caught:
         simulate(TWO, schedule)
     assert caught.value.index == index

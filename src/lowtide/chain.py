@@ -41,7 +41,7 @@ LARGEST_SECONDS = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Another way to run a stage for backward: the same values, other times and other bytes kept."""
+    """Another way to run a stage for backward: the same values, with its own times and saved bytes."""
 
     name: str
     forward_seconds: float
@@ -55,16 +55,16 @@ class Variant:
 
     @property
     def rerun_seconds(self) -> float:
-        """What a forward takes of which only that is wanted which it saves: compiled code runs to its end."""
+        """The time of a recomputation; compiled code cannot stop early, so this is `forward_seconds`."""
         return self.forward_seconds
 
     @property
     def saving_extra_bytes(self) -> int:
-        """What a forward that saves all needs for a moment: a variant has no other."""
+        """Extra bytes while a forward saves everything; the only kind of forward that a variant has."""
         return self.forward_extra_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The variant as it stands in a chain file."""
+        """Return the variant as in a chain file."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
 
@@ -74,9 +74,9 @@ class Stage:
 
     `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
     to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
-    `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
-    wanted, and it can end before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is
-    what a forward `all` needs for a moment: what another forward makes and lets go again may be among what it saves.
+    `forward_seconds`, is the time of a forward `all` after the backward of the next stage: only what it saves is needed
+    then, so it can stop before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is what
+    a forward `all` needs while it runs: what another forward makes and frees may be part of what it saves.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
@@ -116,7 +116,7 @@ class Stage:
         if self.rerun_seconds > self.forward_seconds:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
-                f"{self.forward_seconds}; a forward that may end early takes no longer"
+                f"{self.forward_seconds}; a recomputation takes at most as long as a forward"
             )
         if self.saving_extra_bytes > self.forward_extra_bytes:
             raise ChainError(
@@ -133,7 +133,7 @@ class Stage:
 
     @property
     def num_variants(self) -> int:
-        """How many ways there are to run the stage for backward, its own included."""
+        """How many variants the stage has, counting itself."""
         return 1 + len(self.variants)
 
     def variant(self, index: int) -> Stage | Variant:
@@ -141,7 +141,7 @@ class Stage:
         return self.variants[index - 1] if index else self
 
     def to_dict(self) -> dict[str, Any]:
-        """The stage as it stands in a chain file."""
+        """Return the stage as in a chain file."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         variants = values.pop("variants")
         if self.rerun_seconds == self.forward_seconds:
@@ -153,17 +153,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A network as lowtide sees it: stages 1..n, and what lies around them.
+    """A network as a chain of stages 1..n, with what each one costs.
 
     Args:
         name: for people.
         stages: stage 1 first.
         input_bytes: a[0], the input of the chain.
-        input_grad_bytes: its gradient, 0 where nobody asks for it.
-        base_bytes: what is on the device whatever the schedule does; the stages' own weights, weight gradients and
+        input_grad_bytes: its gradient, 0 if nothing needs it.
+        base_bytes: always on the device, whatever the schedule does; the stages' own weights, weight gradients and
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
-        provenance: where the figures come from (machine, versions, spread of the times): free form, never interpreted.
+        provenance: where the figures come from (machine, versions, spread of the times); never interpreted.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Chain:
     def stage(self, k: int) -> Stage:
         """Stage k, counted from 1."""
         if not 1 <= k <= len(self.stages):
-            raise IndexError(f"stage {k} of a chain of {len(self.stages)} stages")
+            raise IndexError(f"the chain has no stage {k}; its stages are 1 to {len(self.stages)}")
         return self.stages[k - 1]
 
     def activation_bytes(self, k: int) -> int:
@@ -207,23 +207,23 @@ class Chain:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is stored from start to end where weights stay on the device: base, weights, optimizer state, and the
-        weight gradients where they are resident.
+        """What is stored throughout the step if weights stay on the device: base, weights, optimizer state, and
+        resident weight gradients.
         """
         total = self.base_bytes + sum(stage.weight_bytes + stage.optimizer_bytes for stage in self.stages)
         return total + (sum(stage.weight_grad_bytes for stage in self.stages) if self.grads_resident else 0)
 
     @property
     def compute_seconds(self) -> float:
-        """Every forward and backward once, as variant 0: the time of plain training."""
+        """The time of plain training: every forward and backward once, as variant 0."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def with_times(self, forward: Callable[[float], float], backward: Callable[[float], float]) -> Chain:
-        """The same with other times, of every stage and variant.
+        """Return the chain with other times, for every stage and variant.
 
         Args:
-            forward: makes a forward's seconds, repeated or not, of those that it has.
-            backward: the same for a backward's.
+            forward: maps the seconds of a forward, first or recomputed, to new ones.
+            backward: the same for a backward.
         """
 
         def changed(record: Any, **more: Any) -> Any:
@@ -240,7 +240,7 @@ class Chain:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def to_dict(self) -> dict[str, Any]:
-        """The chain as plain data, in the file format `lowtide.chain/1`."""
+        """Return the chain as plain data, in the format `lowtide.chain/1`."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -266,7 +266,7 @@ class Chain:
             raise ChainError(f"a chain is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
-            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide measure writes such a file")
+            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide measure")
         given = {key: value for key, value in values.items() if key != "format"}
         stages = given.pop("stages", None)
         if not isinstance(stages, list | tuple) or not stages:
@@ -278,7 +278,7 @@ class Chain:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
-        """Read a chain file; a wrong one is refused with one line that starts with the file's name."""
+        """Read a chain file; an error is one line that starts with the file's name."""
         values = read_json(path, ChainError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
@@ -314,7 +314,7 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
 
 
 def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
-    """An instance of `cls`; a refusal names the place in the file instead of the record's name."""
+    """Make an instance of `cls`; its errors name the place in the file instead of the record."""
     try:
         return cls(**values)
     except ChainError as error:
@@ -326,7 +326,7 @@ def _check_keys(cls: type, values: Mapping[str, Any], *, where: str) -> None:
     known = {entry.name: entry for entry in dataclasses.fields(cls)}
     for key in values:
         if key not in known:
-            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(known)}")
+            raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(known)}")
     for name, entry in known.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
@@ -360,7 +360,7 @@ def _expected(name: str) -> str:
 
 
 def as_chain(chain: Chain | Mapping[str, Any]) -> Chain:
-    """A `Chain` as it is, plain data read as one: what the public functions accept."""
+    """Return a `Chain` unchanged, or read one from plain data."""
     if isinstance(chain, Chain):
         return chain
     return Chain.from_dict(chain)
