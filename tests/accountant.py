@@ -1,7 +1,7 @@
 """A second accountant of memory and time, written from the rules of the two file formats alone.
 
 It reads plain data, shares no code with lowtide, and recounts what is stored from scratch at every operation. `account`
-gives what a schedule uses or raises `Illegal`; `legal_schedule` makes random schedules by asking it what may come next.
+gives what a schedule uses or raises `IllegalError`; `legal_schedule` makes random schedules by asking what may come next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 Value = tuple[str, int]
 
 
-class Illegal(Exception):
+class IllegalError(Exception):
     """The schedule breaks a rule."""
 
 
@@ -50,13 +50,13 @@ class Ledger:
         self.updates = bool(self.manages) and any(op[0] == "update" for op in schedule["operations"])
         self.resident_grads = chain.get("grads_resident", False)
         if self.manages and self.resident_grads and not self.updates:
-            raise Illegal("resident gradients do not go with managed weights")
+            raise IllegalError("resident gradients do not go with managed weights")
         self.start = {
             place: {(kind, k) for kind, k in schedule.get("start", {}).get(place, [])} for place in ("device", "host")
         }
         for kind, k in self.start["device"] | self.start["host"]:
             if k > self.n or (kind not in self.manages and not (kind == "g" and self.updates and self.resident_grads)):
-                raise Illegal("start names what cannot be there")
+                raise IllegalError("start names what cannot be there")
         self.clock, self.busy, self.peak = 0.0, [0.0, 0.0], 0
         self.arrives: dict[Value, float] = {}
         self.leaves: dict[Value, float] = {}
@@ -93,12 +93,12 @@ class Ledger:
     def finish(self) -> None:
         """What must hold at the end."""
         if self.done != 1:
-            raise Illegal("a backward is missing")
+            raise IllegalError("a backward is missing")
         if self.updates and any(self.stage_bytes("g", k) and k not in self.updated for k in range(1, self.n + 1)):
-            raise Illegal("an update is missing")
+            raise IllegalError("an update is missing")
         for place, there in (("device", self.device), ("host", set(self.host))):
             if {v for v in there if v[0] in self.manages} != {v for v in self.start[place] if v[0] in self.manages}:
-                raise Illegal("the end is not the start")
+                raise IllegalError("the end is not the start")
 
     # Sizes
 
@@ -114,7 +114,7 @@ class Ledger:
     def way_of(self, k: int, variant: int) -> dict[str, Any]:
         variants = self.field(k, "variants", [])
         if variant > len(variants):
-            raise Illegal("no such variant")
+            raise IllegalError("no such variant")
         if variant:
             return variants[variant - 1]
         stage = dict(self.stages[k])
@@ -151,7 +151,7 @@ class Ledger:
     def use(self, *choices: Value) -> None:
         there = [value for value in choices if value in self.device]
         if not there:
-            raise Illegal(f"{choices} is not on the device")
+            raise IllegalError(f"{choices} is not on the device")
         self.clock = max(self.clock, min(self.arrives.get(value, 0.0) for value in there))
 
     def gone(self, value: Value) -> None:
@@ -176,7 +176,7 @@ class Ledger:
         verb, *rest = operation
         k = rest[-1] if verb in ("offload", "release", "prefetch", "await") else rest[0]
         if k > (len(self.sides) - 1 if rest[0] == "s" else self.n):
-            raise Illegal("no such stage")
+            raise IllegalError("no such stage")
         getattr(self, f"do_{verb}")(*rest)
 
     def do_forward(self, k: int, save: str, variant: int = 0) -> None:
@@ -187,7 +187,7 @@ class Ledger:
         self.use_sides(k)
         made = ("abar", k) if save == "all" else ("a", k)
         if made in self.device:
-            raise Illegal("stored already")
+            raise IllegalError("stored already")
         if save == "all":
             if self.host.get(made, variant) != variant:
                 del self.host[made]
@@ -204,7 +204,7 @@ class Ledger:
 
     def do_backward(self, k: int) -> None:
         if k != self.done - 1:
-            raise Illegal("backwards run from the last to the first")
+            raise IllegalError("backwards run from the last to the first")
         self.use(("abar", k))
         self.use(("a", k - 1), ("abar", k - 1))
         for kind in ["w"] if self.updates else self.manages:
@@ -236,9 +236,9 @@ class Ledger:
 
     def do_update(self, k: int) -> None:
         if not self.manages:
-            raise Illegal("weights are not managed")
+            raise IllegalError("weights are not managed")
         if k < self.done or k in self.updated:
-            raise Illegal("once each, after its backward")
+            raise IllegalError("once each, after its backward")
         for kind in ("g", *self.manages):
             self.use((kind, k))
             self.host.pop((kind, k), None)
@@ -254,9 +254,9 @@ class Ledger:
 
     def movable(self, value: Value) -> Value:
         if value[0] in ("w", "opt") and value[0] not in self.manages:
-            raise Illegal("not managed")
+            raise IllegalError("not managed")
         if value[0] == "g" and not self.updates:
-            raise Illegal("no value of its own")
+            raise IllegalError("no value of its own")
         return value
 
     def do_offload(self, kind: str, k: int) -> None:
@@ -269,13 +269,13 @@ class Ledger:
         value = self.movable((kind, k))
         self.use(value)
         if value not in self.host and kind != "s":
-            raise Illegal("no copy on the host")
+            raise IllegalError("no copy on the host")
         self.gone(value)
 
     def do_prefetch(self, kind: str, k: int) -> None:
         value = self.movable((kind, k))
         if value in self.device or value not in self.host:
-            raise Illegal("nothing to fetch")
+            raise IllegalError("nothing to fetch")
         if kind == "abar":
             self.way[k] = self.host[value]
         self.device.add(value)
@@ -362,7 +362,7 @@ class Writer:
             setattr(before, name, copy.copy(getattr(self.ledger, name)))
         try:
             self.ledger.do(operation)
-        except Illegal:
+        except IllegalError:
             self.ledger = before
             return False
         self.operations.append(operation)

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tests.accountant import Illegal, account, legal_schedule, spoiled
+from tests.accountant import IllegalError, account, legal_schedule, spoiled
 from tests.chains import NESTED_FEATURES, random_chain
 
 from lowtide import (
@@ -70,7 +70,7 @@ def agree(chain, schedule, rng):
     bandwidth, duplex = rng.choice([1, 3, 1000]), rng.random() < 0.7
     try:
         seconds, peak_bytes, idle_seconds = account(chain, schedule, bandwidth, duplex=duplex)
-    except Illegal:
+    except IllegalError:
         with pytest.raises(ScheduleError):
             simulate(chain, schedule, bandwidth=bandwidth, duplex=duplex)
         return False

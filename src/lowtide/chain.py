@@ -250,8 +250,8 @@ class Chain:
                 raise ChainError(f"chain {self.name!r}: side value {i} is {shown(side)}, expected a SideValue")
             if side.readers[-1] > len(self.stages):
                 raise ChainError(
-                    f"side value {i} ({_on_one_line(side.name)}): to holds {shown(side.readers[-1])}, but the chain has "
-                    f"{len(self.stages)} stages"
+                    f"side value {i} ({_on_one_line(side.name)}): to holds {shown(side.readers[-1])}, but the chain "
+                    f"has {len(self.stages)} stages"
                 )
 
     def __str__(self) -> str:

@@ -13,8 +13,8 @@
 | `Await(kind, k)` | `["await", kind, k]` | wait until the value has arrived |
 
 The kinds of value are `"a"` and `"abar"` (activations), `"s"` (a side value; k is its place in the chain's list, from
-1), `"w"` (weights), `"opt"` (optimizer state) and `"g"` (the weight gradients of a stage). What an operation needs, uses
-and leaves behind is in `lowtide.simulate`.
+1), `"w"` (weights), `"opt"` (optimizer state) and `"g"` (the weight gradients of a stage). What an operation needs,
+uses and leaves behind is in `lowtide.simulate`.
 
     >>> Schedule("by hand", [Forward(1, "all"), Backward(1)]).to_dict()["operations"]
     [['forward', 1, 'all'], ['backward', 1]]

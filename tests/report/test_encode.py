@@ -118,8 +118,10 @@ def test_optimizer_steps_weight_gradients_and_side_values_come_back():
     first, second, *backwards = store_all_schedule(2).operations
     schedule = Schedule(
         "by hand",
-        [first, Offload("s", 1), second, Release("s", 1), Prefetch("s", 1), backwards[0], Offload("g", 2)]
-        + [Update(2), backwards[1], Update(1)],
+        [
+            *(first, Offload("s", 1), second, Release("s", 1), Prefetch("s", 1)),
+            *(backwards[0], Offload("g", 2), Update(2), backwards[1], Update(1)),
+        ],
         ("w",),
         Start(frozenset({("w", 1), ("w", 2)})),
     )
