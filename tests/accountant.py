@@ -1,7 +1,7 @@
 """A second accountant of memory and time, written from the rules of the two file formats alone.
 
 It reads plain data, shares no code with lowtide, and recounts what is stored from scratch at every operation. `account`
-gives what a schedule uses or raises `IllegalError`; `legal_schedule` makes random schedules by asking what may come next.
+gives what a schedule uses or raises `IllegalError`; `legal_schedule` makes random ones by asking what may come next.
 """
 
 from __future__ import annotations
