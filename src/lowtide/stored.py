@@ -11,7 +11,7 @@ BASE, WEIGHTS, ACTIVATIONS, SAVED, RECOMPUTED, IN_FLIGHT, GRADIENTS = range(len(
 
 
 class Stored:
-    """The values on the device; for the base and the weight gradients only the bytes.
+    """The values on the device; for the base and for weight gradients that cannot move, only the bytes.
 
     Example:
         >>> stored = Stored()
@@ -93,7 +93,8 @@ class Stored:
         self._categories[value] = category
 
 
-_OF_KIND = {"a": ACTIVATIONS, "abar": SAVED, "delta": GRADIENTS}
+# "ds" is the gradient of a side value.
+_OF_KIND = {"a": ACTIVATIONS, "abar": SAVED, "s": ACTIVATIONS, "delta": GRADIENTS, "g": GRADIENTS, "ds": GRADIENTS}
 
 
 def _own_category(value: Value) -> int:
