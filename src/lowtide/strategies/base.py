@@ -19,7 +19,6 @@ from lowtide.schedule import Schedule
 from lowtide.strategies.numerics.compiling import announce_compilation
 from lowtide.units import format_bytes, is_count_of_gib
 
-
 # The option of the command line, and the argument in Python.
 GIVE_BANDWIDTH = "give --bandwidth (bandwidth= in Python), such as 12GB/s"
 

@@ -42,7 +42,14 @@ from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO, find
-from lowtide.units import format_bandwidth, format_bytes, is_unlikely_bandwidth, parse_bandwidth, parse_budget, parse_bytes
+from lowtide.units import (
+    format_bandwidth,
+    format_bytes,
+    is_unlikely_bandwidth,
+    parse_bandwidth,
+    parse_budget,
+    parse_bytes,
+)
 
 # The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
 _NUM_WATCHED = 3
