@@ -96,7 +96,7 @@ class Solution:
         )
 
     def __str__(self) -> str:
-        plain = self.chain.compute_seconds
+        plain = self.chain.compute_seconds + self.trace.update_seconds
         more = f" ({self.seconds / plain:.3f} x plain training)" if plain else ""
         return (
             f"{self.strategy} for {self.chain.name}, {self.chain.num_stages} stages: {format_seconds(self.seconds)} a "
