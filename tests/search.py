@@ -13,7 +13,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide import Backward, Chain, Forward, Schedule, simulate
+import pytest
+
+from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Schedule, simulate, solve
 from lowtide.schedule import Operation
 
 
@@ -45,6 +47,20 @@ def curve(chain: Chain, schedules: Iterator[tuple[Operation, ...]]) -> list[tupl
         if not best or trace.seconds < best[-1][1]:
             best.append((trace.peak_bytes, trace.seconds))
     return best
+
+
+def check_curve(chain: Chain, strategy: str, expected: list[tuple[int, float]]) -> None:
+    """Solve at each peak of an exhaustive curve and just below the next; below the first nothing fits."""
+    for (peak, seconds), (next_peak, _) in zip(expected, [*expected[1:], (expected[-1][0] + 99, 0)], strict=True):
+        for budget in {peak, next_peak - 1}:
+            solution = solve(chain, memory_budget=budget, strategy=strategy)
+            assert solution.seconds == pytest.approx(seconds, rel=1e-12, abs=1e-12), (chain, budget)
+            assert solution.peak_bytes <= budget
+    least = expected[0][0]
+    if least:
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            solve(chain, memory_budget=least - 1, strategy=strategy)
+        assert refused.value.minimum_bytes == least
 
 
 class Nested:

@@ -13,8 +13,7 @@ import math
 import pytest
 import torch
 from tests.runtime import models
-from tests.runtime.plan.test_living_with_others import mixed, offloading, recomputing
-from tests.runtime.schedules import random_schedule
+from tests.runtime.schedules import mixed, offloading, random_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
@@ -67,7 +66,7 @@ def test_any_legal_schedule(seed, plain_numbers):
         assert_equal(train(model, inputs()), plain_numbers)
 
 
-@pytest.mark.parametrize("schedule", [recomputing(), offloading(), mixed()], ids=lambda s: s.strategy)
+@pytest.mark.parametrize("schedule", [recomputing(N), offloading(N), mixed(N)], ids=lambda s: s.strategy)
 def test_accumulation(schedule):
     expected = train(model_on_gpu(), inputs(4), micro_batches=4)
     model = model_on_gpu()
@@ -96,7 +95,7 @@ def sleeping_copies(monkeypatch):
 
 def test_slow_copies(sleeping_copies, plain_numbers):
     model = model_on_gpu()
-    with lowtide.attach(model, offloading()):
+    with lowtide.attach(model, offloading(N)):
         assert_equal(train(model, inputs()), plain_numbers)
 
 
@@ -105,7 +104,7 @@ def test_slow_computing(plain_numbers):
     for stage in model:
         stage.register_forward_hook(lambda *_: torch.cuda._sleep(LONG_SLEEP // 4))
         stage.register_full_backward_hook(lambda *_: torch.cuda._sleep(LONG_SLEEP // 4))
-    with lowtide.attach(model, offloading()):
+    with lowtide.attach(model, offloading(N)):
         assert_equal(train(model, inputs()), plain_numbers)
 
 
@@ -119,7 +118,7 @@ def test_a_prefetch_before_its_offload_has_ended(sleeping_copies, plain_numbers)
         assert_equal(train(model, inputs()), plain_numbers)
 
 
-@pytest.mark.parametrize("schedule", [recomputing(), offloading(), mixed()], ids=lambda s: s.strategy)
+@pytest.mark.parametrize("schedule", [recomputing(N), offloading(N), mixed(N)], ids=lambda s: s.strategy)
 def test_the_users_own_stream(schedule, plain_numbers):
     model = model_on_gpu()
     given = inputs()
@@ -136,7 +135,7 @@ def test_the_users_own_stream(schedule, plain_numbers):
 def test_host_memory_is_poisoned_when_it_is_free():
     expected = train(model_on_gpu(), inputs(20))
     model = model_on_gpu()
-    with lowtide.attach(model, offloading()) as plan:
+    with lowtide.attach(model, offloading(N)) as plan:
         tier = tier_of(plan)
 
         def poison(*_):
@@ -182,7 +181,7 @@ def test_a_gradient_that_is_a_view_of_a_fetched_tensor():
 # Autocast
 
 
-@pytest.mark.parametrize("schedule", [recomputing(), offloading(), mixed()], ids=lambda s: s.strategy)
+@pytest.mark.parametrize("schedule", [recomputing(N), offloading(N), mixed(N)], ids=lambda s: s.strategy)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_and_scaling(schedule, dtype):
     def run(model):
@@ -275,7 +274,7 @@ def test_rising_budgets():
 
 def test_memory_is_flat_over_100_steps():
     model = model_on_gpu()
-    with lowtide.attach(model, offloading()) as plan:
+    with lowtide.attach(model, offloading(N)) as plan:
         optimizer = torch.optim.Adam(model.parameters())
         figures = []
         gc.disable()
@@ -296,11 +295,11 @@ def test_memory_is_flat_over_100_steps():
 def test_the_host_budget_holds():
     model = model_on_gpu()
     needed = 64 * 2**20
-    with lowtide.attach(model, offloading(), host_memory_budget=needed) as plan:
+    with lowtide.attach(model, offloading(N), host_memory_budget=needed) as plan:
         train(model, inputs(2))
         assert 0 < tier_of(plan).capacity_bytes <= needed
     with (
-        lowtide.attach(model, offloading(), host_memory_budget="1KiB"),
+        lowtide.attach(model, offloading(N), host_memory_budget="1KiB"),
         pytest.raises(lowtide.ExecutionError, match="host_memory_budget"),
     ):
         model(inputs(1)[0])
@@ -313,7 +312,7 @@ def test_out_of_memory_in_a_step_leaves_the_next_as_plain():
     greedy = model[5].register_forward_hook(
         lambda *_: torch.empty(2**46, device="cuda") if lowtide.is_recomputing() else None
     )
-    with lowtide.attach(model, recomputing()):
+    with lowtide.attach(model, recomputing(N)):
         with pytest.raises(torch.OutOfMemoryError):
             model(inputs(1)[0]).sum().backward()
         greedy.remove()

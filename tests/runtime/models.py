@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.schedules import mixed, offloading, recomputing
 from torch import nn
 
 WIDTH = 8
@@ -64,6 +66,14 @@ def stages_of_every_kind(width: int = WIDTH) -> nn.Sequential:
         nn.Identity(),
         nn.LayerNorm(width),
     )
+
+
+N = len(stages_of_every_kind())
+SHAPE = (6, WIDTH)
+
+every_schedule = pytest.mark.parametrize(
+    "schedule", [recomputing(N), offloading(N), mixed(N)], ids=lambda schedule: schedule.strategy
+)
 
 
 class Tangle(nn.Module):

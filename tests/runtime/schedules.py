@@ -1,4 +1,6 @@
-"""Random schedules that are legal by construction; their tests ask the simulator whether they are."""
+"""Schedules for any number of stages: those with names, and random ones that are legal by construction (their tests ask
+the simulator whether they are).
+"""
 
 from __future__ import annotations
 
@@ -104,3 +106,62 @@ def random_schedule(num_stages: int, seed: int, *, moves: float = 0.0, drops: fl
     """
     builder = _Builder(num_stages, random.Random(seed), moves=moves, drops=drops)
     return Schedule("random", builder.build())
+
+
+def storing(n: int) -> Schedule:
+    """Everything that is saved stays."""
+    return Schedule("store", [*(Forward(k, "all") for k in range(1, n + 1)), *(Backward(k) for k in range(n, 0, -1))])
+
+
+def recomputing(n: int) -> Schedule:
+    """Only the input is kept; everything but the last stage is recomputed before backward."""
+    operations = [Forward(1, "keep"), *(Forward(k, "drop") for k in range(2, n)), Forward(n, "all"), Backward(n)]
+    operations += [Forward(k, "all") for k in range(1, n)]
+    return Schedule("recompute", [*operations, *(Backward(k) for k in range(n - 1, 0, -1))])
+
+
+def repeating(n: int) -> Schedule:
+    """Each stage, the last one too, is recomputed right before its backward."""
+    operations: list[Operation] = [Forward(k, "keep") for k in range(1, n + 1)]
+    for k in range(n, 0, -1):
+        operations += [Forward(k, "all"), Backward(k)]
+    return Schedule("repeat", operations)
+
+
+def repeating_the_first(n: int) -> Schedule:
+    """The first two stages are recomputed, later ones run once."""
+    num_first = min(2, n - 1)
+    operations: list[Operation] = [Forward(k, "keep") for k in range(1, num_first + 1)]
+    operations += [Forward(k, "all") for k in range(num_first + 1, n + 1)]
+    operations += [Backward(k) for k in range(n, num_first, -1)]
+    for k in range(num_first, 0, -1):
+        operations += [Forward(k, "all"), Backward(k)]
+    return Schedule("repeat the first", operations)
+
+
+def repeating_all_but_the_last(n: int) -> Schedule:
+    """Each stage but the last is recomputed right before its backward."""
+    operations: list[Operation] = [Forward(k, "keep") for k in range(1, n)]
+    operations += [Forward(n, "all"), Backward(n)]
+    for k in range(n - 1, 0, -1):
+        operations += [Forward(k, "all"), Backward(k)]
+    return Schedule("repeat all but the last", operations)
+
+
+def offloading(n: int) -> Schedule:
+    """Everything that is saved goes to the host and comes back."""
+    operations: list[Operation] = []
+    for k in range(1, n + 1):
+        operations += [Forward(k, "all"), *([Release("abar", k - 1)] if k > 1 else []), Offload("abar", k)]
+    operations += [Release("abar", n), Prefetch("abar", n)]
+    for k in range(n, 0, -1):
+        operations += [*([Prefetch("abar", k - 1)] if k > 1 else []), Backward(k)]
+    return Schedule("offload", operations)
+
+
+def mixed(n: int) -> Schedule:
+    """Some stages stay, some are recomputed."""
+    operations = [Forward(1, "all"), Forward(2, "keep"), *(Forward(k, "drop") for k in range(3, n - 1))]
+    operations += [Forward(n - 1, "all"), Forward(n, "all"), Backward(n), Backward(n - 1)]
+    operations += [Forward(k, "all") for k in range(2, n - 1)]
+    return Schedule("mixed", [*operations, *(Backward(k) for k in range(n - 2, 0, -1))])

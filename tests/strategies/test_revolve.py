@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 from tests.chains import NESTED_FEATURES, SIZES, random_chain, random_chains
-from tests.search import curve, nested_schedules
-from tests.strategies.test_rotor import check_curve
+from tests.search import check_curve, curve, nested_schedules
 
 from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Stage, solve
 

@@ -7,23 +7,9 @@ import itertools
 
 import pytest
 from tests.chains import NESTED_FEATURES, SIZES, long_chain, random_chain, random_chains, with_random_seconds
-from tests.search import Nested, curve, fastest, nested_schedules
+from tests.search import Nested, check_curve, curve, fastest, nested_schedules
 
 from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, simulate, solve
-
-
-def check_curve(chain: Chain, strategy: str, expected: list[tuple[int, float]]) -> None:
-    """Solve at each peak of an exhaustive curve and just below the next; below the first nothing fits."""
-    for (peak, seconds), (next_peak, _) in zip(expected, [*expected[1:], (expected[-1][0] + 99, 0)], strict=True):
-        for budget in {peak, next_peak - 1}:
-            solution = solve(chain, memory_budget=budget, strategy=strategy)
-            assert solution.seconds == pytest.approx(seconds, rel=1e-12, abs=1e-12), (chain, budget)
-            assert solution.peak_bytes <= budget
-    least = expected[0][0]
-    if least:
-        with pytest.raises(InfeasibleBudgetError) as refused:
-            solve(chain, memory_budget=least - 1, strategy=strategy)
-        assert refused.value.minimum_bytes == least
 
 
 @pytest.mark.parametrize("sizes", SIZES)

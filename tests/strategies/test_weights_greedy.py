@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 from tests.strategies.weight_brute_force import fastest_period
-from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
-from tests.strategies.weights.test_relaxation import tiny_problem
+from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, tiny_problem, transformer_chain
 
 from lowtide import Chain, InfeasibleBudgetError, Offload, Prefetch, Release, Stage, StrategyError, simulate, solve
 from lowtide.strategies.weights.choices import choices_of, select_greedily

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+from tests.strategies.weight_brute_force import TinyProblem
+
 from lowtide import Chain, Stage
+from lowtide.strategies.weights.periods import period_of
 
 MiB = 2**20
 
@@ -54,3 +57,15 @@ def transformer_chain(num_blocks: int, compute_seconds: float, *, activation_byt
     blocks = [Stage(f"block {k}", block_seconds / 4, block_seconds * 3 / 4, **block) for k in range(num_blocks)]
     embedding = Stage("embedding", 0.0, 0.0, activation_bytes, activation_bytes, weight_bytes=612 * MiB)
     return Chain("transformer", [embedding, *blocks, Stage("loss", 0.0, 0.0, 0, 0)])
+
+
+def tiny_problem(seed: int, num_stages: int, *, optimizer: bool) -> TinyProblem:
+    """A random chain with a budget that is mostly tight."""
+    chain, pick = (
+        random_weight_chain(seed, num_stages=num_stages, optimizer=optimizer, zeros=seed % 2 == 0),
+        random.Random(seed),
+    )
+    period = period_of(chain)
+    spare = max(0, period.most_bytes - period.least_bytes)
+    budget = period.least_bytes + pick.randint(0, spare) * pick.choice((0, 1, 1, 2)) // 4
+    return TinyProblem(chain, budget, pick.randint(1, 8), duplex=pick.random() < 0.75)

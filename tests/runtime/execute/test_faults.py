@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.runtime import models
-from tests.runtime.plan.test_living_with_others import SHAPE, N, every_schedule, recomputing
-from tests.runtime.schedules import random_schedule
-from tests.runtime.state.test_mentions import Direct
+from tests.runtime.models import SHAPE, N, every_schedule
+from tests.runtime.schedules import random_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
@@ -152,7 +151,7 @@ def test_an_input_changed_before_backward_is_told(strategy):
     n = N
     store_all = Schedule("", [*(Forward(k, "all") for k in range(1, n + 1)), *(Backward(k) for k in range(n, 0, -1))])
     model = models.stages_of_every_kind()
-    lowtide.attach(model, recomputing() if strategy == "recompute" else store_all)
+    lowtide.attach(model, recomputing(N) if strategy == "recompute" else store_all)
     x = batches(SHAPE, 1)[0]
     loss = model(x).sum()
     x.add_(1)
@@ -236,12 +235,23 @@ def test_values_are_compared_in_strict_mode():
     assert_equal(train(model, batches((6, 4), 3)), train(make(nn.Tanh()), batches((6, 4), 3)))
 
 
+class ReadsVariance(nn.Module):
+    """Multiplies by the statistics that its own BatchNorm has just changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(x) * self.norm.running_var
+
+
 def test_strict_mode_takes_statistics_that_are_read():
-    """A module whose code names them has them put back when it runs again."""
+    """They are put back when the module is recomputed."""
 
     def make():
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Direct(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return nn.Sequential(nn.Linear(4, 4), ReadsVariance(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     with lowtide.attach(make(), recomputing(5), strict=True) as plan:
         inputs = batches((6, 4), 3)
@@ -260,7 +270,7 @@ def test_strict_mode_takes_what_repeats_itself(seed):
 
 def test_switching_to_eval_before_backward_is_told():
     model = models.stages_of_every_kind()
-    lowtide.attach(model, recomputing())
+    lowtide.attach(model, recomputing(N))
     loss = model(batches(SHAPE, 1)[0]).sum()
     model.eval()
     with pytest.raises(ExecutionError, match=r"train\(\) and eval\(\)"):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.runtime.plan.test_living_with_others import offloading, recomputing
-from tests.runtime.schedules import random_schedule
+from tests.runtime.schedules import offloading, random_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 

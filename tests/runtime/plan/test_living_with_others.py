@@ -13,44 +13,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from tests.runtime import models
+from tests.runtime.models import SHAPE, N, every_schedule
+from tests.runtime.schedules import mixed, offloading, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 
 import lowtide
-from lowtide import Backward, CaptureError, ExecutionError, Forward, Offload, Prefetch, Release, Schedule
+from lowtide import Backward, CaptureError, ExecutionError, Forward, Schedule
 from lowtide.runtime.model.split import Split, StageSplit, Unit
-
-N = len(models.stages_of_every_kind())
-SHAPE = (6, models.WIDTH)
-
-
-def recomputing(n: int = N) -> Schedule:
-    """Only the input is kept; everything runs again before backward."""
-    operations = [Forward(1, "keep"), *(Forward(k, "drop") for k in range(2, n)), Forward(n, "all"), Backward(n)]
-    operations += [Forward(k, "all") for k in range(1, n)]
-    return Schedule("recompute", [*operations, *(Backward(k) for k in range(n - 1, 0, -1))])
-
-
-def offloading(n: int = N) -> Schedule:
-    """Everything that is saved goes to the host and comes back."""
-    operations: list = []
-    for k in range(1, n + 1):
-        operations += [Forward(k, "all"), *([Release("abar", k - 1)] if k > 1 else []), Offload("abar", k)]
-    operations += [Release("abar", n), Prefetch("abar", n)]
-    for k in range(n, 0, -1):
-        operations += [*([Prefetch("abar", k - 1)] if k > 1 else []), Backward(k)]
-    return Schedule("offload", operations)
-
-
-def mixed(n: int = N) -> Schedule:
-    """Some stages stay, some are recomputed."""
-    operations = [Forward(1, "all"), Forward(2, "keep"), *(Forward(k, "drop") for k in range(3, n - 1))]
-    operations += [Forward(n - 1, "all"), Forward(n, "all"), Backward(n), Backward(n - 1)]
-    operations += [Forward(k, "all") for k in range(2, n - 1)]
-    return Schedule("mixed", [*operations, *(Backward(k) for k in range(n - 2, 0, -1))])
-
-
-every_schedule = pytest.mark.parametrize("schedule", [recomputing(), offloading(), mixed()], ids=lambda s: s.strategy)
 
 
 def attached(schedule: Schedule) -> tuple[nn.Sequential, lowtide.Plan]:
@@ -126,7 +96,7 @@ def test_names_state_and_copies(schedule):
 def test_detaching_leaves_the_model_as_it_was():
     model = models.stages_of_every_kind()
     before = [dict(vars(module)) for module in model.modules()]
-    plan = lowtide.attach(model, recomputing())
+    plan = lowtide.attach(model, recomputing(N))
     with plan:
         assert plan.is_attached
         output = model(batches(SHAPE, 1)[0]).sum()
@@ -140,7 +110,7 @@ def test_two_models_that_share_modules_detach_in_any_order(first):
     torch.manual_seed(0)
     shared = models.stages_of_every_kind()
     one, other = nn.Sequential(*shared), nn.Sequential(*shared)
-    plans = [lowtide.attach(one, recomputing()), lowtide.attach(other, mixed())]
+    plans = [lowtide.attach(one, recomputing(N)), lowtide.attach(other, mixed(N))]
     x, twin = batches(SHAPE, 1)[0], models.stages_of_every_kind()
     for model in (one, other):
         assert_equal(one_step(model, x), one_step(twin, x))
@@ -168,8 +138,8 @@ def test_a_part_of_a_model_with_a_plan_cannot_run_under_its_own():
 def test_a_plan_attached_around_a_part_with_its_own_cannot_run_either():
     model, twin, x = nn.Sequential(models.stages_of_every_kind()), models.stages_of_every_kind(), batches(SHAPE, 1)[0]
     stages = tuple(StageSplit(f"0.{k}", (Unit(f"0.{k}"),)) for k in range(N))
-    inner = lowtide.attach(model[0], mixed())
-    with lowtide.attach(model, recomputing(), split=Split(stages)):
+    inner = lowtide.attach(model[0], mixed(N))
+    with lowtide.attach(model, recomputing(N), split=Split(stages)):
         with pytest.raises(ExecutionError, match=r"has a plan of its own.*detach one of the two"):
             one_step(model, x)
         inner.detach()
@@ -177,8 +147,8 @@ def test_a_plan_attached_around_a_part_with_its_own_cannot_run_either():
 
 
 def test_attaching_twice_replaces_the_plan():
-    model, first = attached(recomputing())
-    second = lowtide.attach(model, mixed())
+    model, first = attached(recomputing(N))
+    second = lowtide.attach(model, mixed(N))
     assert not first.is_attached
     assert_equal(train(model, batches(SHAPE, 2)), train(models.stages_of_every_kind(), batches(SHAPE, 2)))
     assert second.stats().num_steps == 2
@@ -418,7 +388,7 @@ def test_parameters_that_stand_in_for_a_call(schedule):
 
 
 def test_a_transform_of_torch_func_is_refused():
-    model, _ = attached(recomputing())
+    model, _ = attached(recomputing(N))
     with pytest.raises(ExecutionError, match=r"torch\.func"):
         torch.func.grad(lambda x: model(x).sum())(batches(SHAPE, 1)[0])
 
@@ -470,7 +440,7 @@ def test_tied_frozen_and_adapted_weights():
             p.requires_grad_(False)
         return model
 
-    for schedule in (recomputing(), offloading(), mixed()):
+    for schedule in (recomputing(N), offloading(N), mixed(N)):
         model = make()
         lowtide.attach(model, schedule)
         for input_grads in (False, True):
@@ -548,7 +518,7 @@ def test_grad_scaler_with_an_infinite_gradient(schedule):
 
 
 def test_a_second_thread_is_refused():
-    model, _ = attached(recomputing())
+    model, _ = attached(recomputing(N))
     inside, go_on = threading.Event(), threading.Event()
 
     def wait(*_):

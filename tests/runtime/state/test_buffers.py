@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from benchmarks.gradient_check import check_gradients
-from tests.runtime.plan.test_living_with_others import recomputing
-from tests.runtime.schedules import random_schedule
+from tests.runtime.schedules import random_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
 

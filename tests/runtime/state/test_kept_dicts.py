@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from tests.runtime.plan.test_living_with_others import recomputing
+from tests.runtime.schedules import recomputing
 from tests.runtime.state.test_attributes import stack
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn

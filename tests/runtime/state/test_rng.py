@@ -7,8 +7,7 @@ import random
 import numpy
 import pytest
 import torch
-from tests.runtime.plan.test_living_with_others import recomputing
-from tests.runtime.schedules import random_schedule
+from tests.runtime.schedules import random_schedule, recomputing
 from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.runtime.plan.test_living_with_others import recomputing
+from tests.runtime.schedules import recomputing
 from tests.runtime.training import assert_equal, train
 from torch import nn
 from torch.nn import functional

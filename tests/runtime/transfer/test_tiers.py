@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 from tests.runtime import models
-from tests.runtime.plan.test_living_with_others import SHAPE, offloading
-from tests.runtime.schedules import random_schedule
+from tests.runtime.models import SHAPE, N
+from tests.runtime.schedules import offloading, random_schedule
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
@@ -144,14 +144,14 @@ def test_what_is_too_small_to_be_worth_a_copy_stays():
 def test_steps_are_the_same_whatever_is_too_small(smallest_bytes, monkeypatch):
     monkeypatch.setattr(FileTier, "smallest_bytes", smallest_bytes)
     model, twin = models.stages_of_every_kind(), models.stages_of_every_kind()
-    with lowtide.attach(model, offloading()) as plan:
+    with lowtide.attach(model, offloading(N)) as plan:
         assert_equal(train(model, batches(SHAPE, 3)), train(twin, batches(SHAPE, 3)))
         assert (plan.stats().moved_bytes_per_step > 0) == (smallest_bytes < 10**9)
 
 
 def test_files_are_reused_over_many_steps():
     model = models.stages_of_every_kind()
-    with lowtide.attach(model, offloading()) as plan:
+    with lowtide.attach(model, offloading(N)) as plan:
         tier = plan._part.execution.machine.tier
         train(model, batches(SHAPE, 1))
         capacity = tier.capacity_bytes
@@ -163,11 +163,11 @@ def test_files_are_reused_over_many_steps():
 def test_the_host_budget_is_a_limit():
     model = models.stages_of_every_kind()
     with (
-        lowtide.attach(model, offloading(), host_memory_budget=600),
+        lowtide.attach(model, offloading(N), host_memory_budget=600),
         pytest.raises(lowtide.ExecutionError, match="host_memory_budget 600 B has no room"),
     ):
         model(batches(SHAPE, 1)[0])
-    with lowtide.attach(model, offloading(), host_memory_budget="1MiB"):
+    with lowtide.attach(model, offloading(N), host_memory_budget="1MiB"):
         model(batches(SHAPE, 1)[0]).sum().backward()
 
 

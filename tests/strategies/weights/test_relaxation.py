@@ -1,24 +1,10 @@
-import random
-
 import pytest
 from tests.strategies.weight_brute_force import TinyProblem, fastest_period
-from tests.strategies.weight_chains import random_weight_chain
+from tests.strategies.weight_chains import random_weight_chain, tiny_problem
 
 from lowtide import Chain, simulate
 from lowtide.strategies.weights.periods import period_of
 from lowtide.strategies.weights.relaxation import relaxation_of
-
-
-def tiny_problem(seed: int, num_stages: int, *, optimizer: bool) -> TinyProblem:
-    """A random chain with a budget that is mostly tight."""
-    chain, pick = (
-        random_weight_chain(seed, num_stages=num_stages, optimizer=optimizer, zeros=seed % 2 == 0),
-        random.Random(seed),
-    )
-    period = period_of(chain)
-    spare = max(0, period.most_bytes - period.least_bytes)
-    budget = period.least_bytes + pick.randint(0, spare) * pick.choice((0, 1, 1, 2)) // 4
-    return TinyProblem(chain, budget, pick.randint(1, 8), duplex=pick.random() < 0.75)
 
 
 def _bounds(problem: TinyProblem) -> dict[tuple[bool, bool, int | None], float]:

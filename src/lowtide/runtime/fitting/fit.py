@@ -43,7 +43,14 @@ from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO, find
-from lowtide.units import format_bandwidth, format_bytes, is_unlikely_bandwidth, parse_bandwidth, parse_bytes
+from lowtide.units import (
+    format_bandwidth,
+    format_bytes,
+    is_unlikely_bandwidth,
+    parse_bandwidth,
+    parse_budget,
+    parse_bytes,
+)
 
 # The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
 _NUM_WATCHED = 3
@@ -125,7 +132,7 @@ def fit(
         previous.detach()
     device = device_of(model)
     settings = Settings(
-        memory_budget=device_budget(device) if memory_budget is None else parse_bytes(memory_budget),
+        memory_budget=device_budget(device) if memory_budget is None else parse_budget(memory_budget),
         strategy=strategy,
         bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
         host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
