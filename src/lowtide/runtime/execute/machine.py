@@ -16,7 +16,7 @@ from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
-from lowtide.runtime.model.interception import is_compiled
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout
 from lowtide.runtime.state.buffers import Key, StageBuffers, is_buffer_of, places_in

@@ -16,7 +16,7 @@ from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import BackwardStart, wait_for_autograd
 from lowtide.runtime.measure.stage_figures import StageFigures, with_held_gradients
 from lowtide.runtime.measure.stages import (
-    Saved,
+    SavedForm,
     StagedModel,
     attributes_behind,
     leaves_behind,
@@ -202,7 +202,7 @@ class Measurer:
 
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
-        staged, saved = self._staged, list[Saved]()
+        staged, saved = self._staged, list[SavedForm]()
         # Under a meter, as the first run was: some functions (ctc_loss) save other tensors while they are watched.
         metered = Meter(self._device, search=False)
         with metered, nothing_saved(saved), self._lists.protected(self._lists.before()):

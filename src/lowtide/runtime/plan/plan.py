@@ -22,7 +22,7 @@ from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
 from lowtide.runtime.plan.text import plan_text, stats_text
@@ -391,9 +391,5 @@ def _named(device: torch.device) -> str:
 
 def attached_plan(model: nn.Module) -> Plan | None:
     """The plan under which a model runs, where there is one."""
-    site = attached_site(model)
-    if isinstance(site, ModelSite):
-        owner = getattr(site.handler, "__self__", None)
-        if isinstance(owner, Plan):
-            return owner
-    return None
+    owner = getattr(handler_of(model), "__self__", None)
+    return owner if isinstance(owner, Plan) else None

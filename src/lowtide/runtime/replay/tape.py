@@ -66,7 +66,7 @@ class Ledger:
         return found
 
 
-class Call:
+class TapedCall:
     """One call on a tape: templates of its arguments, the slots of the tensors it returned, and what was around it."""
 
     __slots__ = (
@@ -137,7 +137,7 @@ class Tape:
     ) -> None:
         self.stage = stage
         self.name = name
-        self.calls: list[Call] = []
+        self.calls: list[TapedCall] = []
         self.inputs: dict[int, int] = {}
         """Slot of each tensor of the previous stage that this one reads, by its number there."""
         self.held: list[Held] = []
@@ -195,7 +195,7 @@ class Tape:
         results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
         if results or changes or name == "__set__":
-            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
+            entry = TapedCall(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
             entry.drawn_from = drawn_from
             if self._watch is not None:
                 entry.random = self._watch.take()
@@ -328,7 +328,7 @@ class Tape:
                     "between forward and backward; work on a copy, or change it after the backward pass"
                 )
 
-    def _run_call(self, entry: Call, values: list[Any]) -> None:
+    def _run_call(self, entry: TapedCall, values: list[Any]) -> None:
         if entry.module is not None and entry.module.training != entry.training:
             raise ExecutionError(
                 f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "

@@ -47,7 +47,7 @@ class _Piece:
             self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-class _Region:
+class _FileRegion:
     """Room in a piece for some storages, and the copy that fills it."""
 
     __slots__ = ("num_bytes", "piece", "room", "sizes", "stored")
@@ -60,7 +60,7 @@ class _Region:
         self.stored: Future[None] | None = None
 
 
-class _Ticket:
+class _FileTicket:
     __slots__ = ("_future",)
 
     def __init__(self, future: Future[None]) -> None:
@@ -92,17 +92,17 @@ class FileTier:
         """The bytes of all files made so far."""
         return self._pieces.capacity_bytes
 
-    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_FileRegion, _FileTicket]:
         """Queue a copy of storages to the file."""
         sizes = [storage.nbytes() for storage in storages]
-        region = _Region(*self._pieces.take(sum(map(rounded, sizes))), sizes)
+        region = _FileRegion(*self._pieces.take(sum(map(rounded, sizes))), sizes)
         region.stored = self._writer.submit(_write, region, storages)
-        return region, _Ticket(region.stored)
+        return region, _FileTicket(region.stored)
 
-    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _FileTicket]:
         """Make storages, and queue a copy of a region into them."""
         storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
-        return storages, _Ticket(self._reader.submit(_read, region, storages))
+        return storages, _FileTicket(self._reader.submit(_read, region, storages))
 
     def close(self) -> None:
         """End the threads; what is stored stays readable no longer."""
@@ -110,7 +110,7 @@ class FileTier:
         self._reader.shutdown(wait=True)
 
 
-def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+def _write(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None:
     address = region.piece.address + region.room.offset
     for storage in storages:
         # memmove gives other threads the interpreter while it copies
@@ -119,7 +119,7 @@ def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
     region.piece.let_go(region.room.offset, region.num_bytes)
 
 
-def _read(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+def _read(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None:
     if region.stored is not None:
         region.stored.result()
     address = region.piece.address + region.room.offset
