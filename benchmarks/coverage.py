@@ -67,7 +67,7 @@ TIMM = {
 SEEN_WHILE_WRITING = {"hrnet_w18_small", "densenet121", "resnet18", "inception_v3"}
 
 
-def picture_model(library: str, name: str, image: int, batch: int = 4) -> Callable[[], Made]:
+def image_model(library: str, name: str, image: int, batch: int = 4) -> Callable[[], Made]:
     def make() -> Made:
         module = importlib.import_module("torchvision.models" if library == "torchvision" else "timm")
         if library == "torchvision":
@@ -85,7 +85,7 @@ def models(only: list[str]) -> list[tuple[str, str, bool, Callable[[], Made]]]:
     found: list[tuple[str, str, bool, Callable[[], Made]]] = []
     for library, listed in (("torchvision", TORCHVISION), ("timm", TIMM)):
         if importlib.util.find_spec(library) is not None:
-            found += [(library, n, n in SEEN_WHILE_WRITING, picture_model(library, n, px)) for n, px in listed.items()]
+            found += [(library, n, n in SEEN_WHILE_WRITING, image_model(library, n, px)) for n, px in listed.items()]
     if importlib.util.find_spec("transformers") is not None:
         from benchmarks.coverage_transformers import FAMILIES
 

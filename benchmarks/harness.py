@@ -234,7 +234,7 @@ def write_results(
         values: for the JSON file.
         lines: of the table.
         draw: is handed matplotlib's pyplot and returns a figure, or None where there is nothing to show; None: no
-            picture.
+            figure.
     """
     endings = _ENDINGS[folder / stem] = [".json", ".md"]
     folder.mkdir(parents=True, exist_ok=True)

@@ -51,15 +51,15 @@ class Blocks(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(Bottleneck(width) for _ in range(num_blocks)))
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Any loss."""
-        loss: torch.Tensor = self.blocks(pictures).square().mean()
+        loss: torch.Tensor = self.blocks(images).square().mean()
         return loss
 
 
 def blocks() -> tuple[nn.Module, dict[str, Any]]:
     """36 blocks, as many as ResNet-101 has stages."""
-    return Blocks(36, 4), {"pictures": torch.randn(2, 4, 4, 4)}
+    return Blocks(36, 4), {"images": torch.randn(2, 4, 4, 4)}
 
 
 def gpt() -> tuple[nn.Module, dict[str, Any]]:

@@ -137,7 +137,7 @@ def write(
     *,
     picture: bool = True,
 ) -> None:
-    """JSON, table and picture of some rows."""
+    """JSON, table and figure of some rows."""
     order = {network.title: place for place, network in enumerate([*NETWORKS, *TINY])}
     rows = sorted(rows, key=lambda row: order.get(row.network, len(order)))
     claims = [

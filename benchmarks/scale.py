@@ -9,7 +9,7 @@ The networks are chains of small blocks (a linear layer and tanh), once all equa
 and once all different. Loops that numba compiles are compiled before anything is timed; a solving time is the better of
 two.
 
-Writes scale-MACHINE.json and .md after every row, and the pictures at the end.
+Writes scale-MACHINE.json and .md after every row, and the figures at the end.
 """
 
 from __future__ import annotations

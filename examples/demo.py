@@ -1,7 +1,7 @@
 """Train a real network plainly, then under a third of its memory: the same gradients, a little slower.
 
     python examples/demo.py                 # a ResNet-101 on a GPU, a small GPT where there is none
-    python examples/demo.py --figure a.svg  # the memory of the plan as a picture
+    python examples/demo.py --figure a.svg  # the memory of the plan as a figure
 
 It ends by writing a report of the plan, a page for the browser.
 
@@ -105,7 +105,7 @@ def now(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a network that takes a second")
-    parser.add_argument("--figure", help="write the memory of the plan as a picture (.svg, .png, .pdf)")
+    parser.add_argument("--figure", help="write the memory of the plan as a figure (.svg, .png, .pdf)")
     parser.add_argument("--report", default="artefacts/demo.html", help="write the report here")
     arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)

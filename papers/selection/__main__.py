@@ -9,7 +9,7 @@ sizes of the layers' outputs, as in the paper; the set becomes a schedule, and r
 paper's columns stand `dynamic-selection`, lowtide's own choice for the least peak with everything counted, and the sets
 that the paper prints, where they differ from those found here.
 
-Writes selection-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the picture
+Writes selection-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
 """
 

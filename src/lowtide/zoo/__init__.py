@@ -98,7 +98,7 @@ def make(
     Args:
         name: one of `names()`.
         device: where both are to be.
-        dtype: of the parameters and of pictures, `"float32"`, `"bfloat16"` or `"float16"`.
+        dtype: of the parameters and of images, `"float32"`, `"bfloat16"` or `"float16"`.
         sizes: `batch`, and `image` (pixels a side) or `length`, `layers`, `width`, `heads`, `vocabulary`.
 
     Returns:

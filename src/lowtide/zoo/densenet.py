@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lowtide.zoo.pictures import Classifier, with_batch
+from lowtide.zoo.images import Classifier, with_batch
 
 
 class DenseLayer(nn.Module):
@@ -67,7 +67,7 @@ class DenseNet(nn.Module):
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, classes) of pictures (batch, 3, height, width)."""
+        """Logits (batch, classes) of images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(F.adaptive_avg_pool2d(self.features(x), 1), 1))
 
 

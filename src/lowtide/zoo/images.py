@@ -1,4 +1,4 @@
-"""What classifiers of pictures share: a batch, and a loss on top."""
+"""What classifiers of images share: a batch, and a loss on top."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Classify pictures (batch, channels, height, width)."""
-        logits: Tensor = self.network(pictures)
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Classify images (batch, channels, height, width)."""
+        logits: Tensor = self.network(images)
         return logits if labels is None else F.cross_entropy(logits, labels)
 
 
 def with_batch(network: nn.Module, batch: int, image: int, classes: int) -> tuple[Classifier, dict[str, Tensor]]:
-    """The network with its loss, and random pictures with labels."""
-    pictures = torch.randn(batch, 3, image, image)
-    return Classifier(network), {"pictures": pictures, "labels": torch.randint(0, classes, (batch,))}
+    """The network with its loss, and random images with labels."""
+    images = torch.randn(batch, 3, image, image)
+    return Classifier(network), {"images": images, "labels": torch.randint(0, classes, (batch,))}

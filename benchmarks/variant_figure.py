@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.variants`: step time against peak memory, a panel a network."""
+"""The figure of `benchmarks.variants`: step time against peak memory, a panel a network."""
 
 from __future__ import annotations
 
