@@ -180,6 +180,11 @@ class Machine:
         self._storages[k] = found
         return found
 
+    def note_reads(self, k: int, alive: frozenset[int], read: frozenset[int]) -> None:
+        """The next stage has read some of the tensors that stage k left; those that it read in earlier steps stay."""
+        then, earlier = self.reads.get(k, (alive, frozenset()))
+        self.reads[k] = (alive, read | earlier if then == alive else read)
+
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""
         return is_buffer_of(self.model, tensor)

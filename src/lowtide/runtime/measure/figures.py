@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -230,11 +231,11 @@ class Measurer:
     def _forward_until_saved(self, k: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run stage k until the last tensor that it saves is there, as a step does when nobody wants its output."""
         saved: list[torch.Tensor] = []
-        num_saved = self._staged.num_saved(k)
+        num_saved, stage = self._staged.num_saved(k), self._staged.stage(k)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor.detach())
-            if len(saved) == num_saved:
+            if len(saved) == num_saved and stage.may_end_in(sys._getframe(1)):
                 raise EndOfRunError
             return saved[-1]
 
@@ -253,7 +254,9 @@ class Measurer:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 saved.update(storages_of(tensor))
-                return meter.see(tensor)  # what compiled code saves is seen so
+                # What compiled code saves is seen so. Without its history: what a node saves of its own output would
+                # hold the node, and where backward never comes nobody ends that.
+                return meter.see(tensor.detach())
 
             with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
                 run = self._forward(k, leaves)
