@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.runtime.model.call_site import CallSite, Layer
-
 _PRODUCTS = frozenset(f"{name}Backward0" for name in ("Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"))
 
 # These save no tensors.
@@ -86,7 +84,7 @@ def _codes_of(*functions: Any) -> frozenset[CodeType]:
     return frozenset(function.__code__ for function in functions)
 
 
-_CALLS = _codes_of(nn.Module._wrapped_call_impl, nn.Module._call_impl, CallSite.__call__, Layer.plain, Layer.pass_on)
+_CALLS = _codes_of(nn.Module._wrapped_call_impl, nn.Module._call_impl)
 _PRODUCT_MODULES = _codes_of(
     nn.Linear.forward,
     *(kind.forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
@@ -111,6 +109,8 @@ def follows_nothing(frame: FrameType | None, within: CodeType) -> bool:
 
 def _does_nothing_more(frame: FrameType) -> bool:
     code = frame.f_code
+    if frame.f_globals.get("__name__", "").startswith("lowtide."):
+        return True  # packing hooks and layers of call sites
     if code in _CALLS or code in _PRODUCT_MODULES:
         return True  # a call with hooks runs in a function of its own, which is none of these
     if code is _SEQUENTIAL:
