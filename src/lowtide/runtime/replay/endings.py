@@ -114,7 +114,8 @@ def _does_nothing_more(frame: FrameType) -> bool:
     if code in _CALLS or code in _PRODUCT_MODULES:
         return True  # a call with hooks runs in a function of its own, which is none of these
     if code is _SEQUENTIAL:
-        return frame.f_locals["module"] is next(reversed(frame.f_locals["self"]._modules.values()))
+        children = list(frame.f_locals["self"]._modules.values())
+        return all(map(is_harmless, children[children.index(frame.f_locals["module"]) + 1 :]))
     return not code.co_exceptiontable and not code.co_flags & _SUSPENDS and _only_returns(code, frame.f_lasti)
 
 
@@ -133,6 +134,10 @@ def _only_returns(code: CodeType, index: int) -> bool:
 
 
 def is_harmless(module: nn.Module) -> bool:
-    """Whether nobody could miss a call of a module: one of torch's own, without hooks."""
-    hooks = (*module._forward_pre_hooks, *module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
-    return type(module).__module__.startswith("torch.nn.") and not hooks
+    """Whether nobody could miss a call of a module: it is torch's own, and so is all in it, without hooks."""
+    return all(type(each).__module__.startswith("torch.nn.") and not _has_hooks(each) for each in module.modules())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(kinds)
