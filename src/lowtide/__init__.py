@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowtide.bound import Bound, bound
-from lowtide.chain import Chain, Stage, Variant
+from lowtide.chain import Chain, SideValue, Stage, Variant
 from lowtide.compare import Comparison, compare
 from lowtide.errors import (
     CaptureError,
@@ -29,7 +29,7 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.frontier import Frontier, frontier
-from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
+from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule, Update
 from lowtide.select import Selection, select
 from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
@@ -78,12 +78,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Selection",
+    "SideValue",
     "SizesError",
     "Solution",
     "Stage",
     "StrategyError",
     "Trace",
     "UnitError",
+    "Update",
     "Variant",
     "__version__",
     "attach",

@@ -12,6 +12,9 @@ into delta[k-1], and needs abar[k], everything that forward k saved for it.
 | o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes`; `saving_extra_bytes` of a forward that saves all |
 | w_k | `weight_bytes` |
 
+Beside this chain of values a stage may make *side values* that later stages read (`SideValue`): skip connections,
+auxiliary losses, a router's logits.
+
     >>> chain = Chain("two", [Stage("conv", 0.1, 0.2, output_bytes=10, saved_bytes=30),
     ...                       Stage("head", 0.1, 0.2, output_bytes=1, saved_bytes=1)], input_bytes=5)
     >>> chain.activation_bytes(0), chain.activation_bytes(1)
@@ -76,7 +79,8 @@ class Stage:
     to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
     `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
     wanted, and it can end before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is
-    what a forward `all` needs for a moment: what another forward makes and lets go again may be among what it saves.
+    what a forward `all` needs for a moment: what another forward makes and frees again may be among what it saves.
+    `update_seconds` is the optimizer step of the stage with everything on the device.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
@@ -97,6 +101,7 @@ class Stage:
     variants: tuple[Variant, ...] = ()
     rerun_seconds: float = None  # type: ignore[assignment]  # None: forward_seconds
     saving_extra_bytes: int = None  # type: ignore[assignment]  # None: forward_extra_bytes
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -148,7 +153,62 @@ class Stage:
             del values["rerun_seconds"]
         if self.saving_extra_bytes == self.forward_extra_bytes:
             del values["saving_extra_bytes"]
+        if not self.update_seconds:
+            del values["update_seconds"]
         return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
+
+
+@dataclass(frozen=True, slots=True)
+class SideValue:
+    """A value that one stage makes and later stages read beside their input.
+
+    Args:
+        name: for people.
+        num_bytes: its size; `bytes` in a file.
+        maker: the stage that makes it, counted from 1; `from` in a file.
+        readers: the stages that read it, all after `maker`; `to` in a file.
+        grad_bytes: the size of its gradient, by default `num_bytes`.
+
+    Raises:
+        ChainError: for a wrong size, and where a reader does not come after the maker.
+    """
+
+    name: str
+    num_bytes: int
+    maker: int
+    readers: tuple[int, ...]
+    grad_bytes: int = None  # type: ignore[assignment]  # None: num_bytes
+
+    def __post_init__(self) -> None:
+        if self.grad_bytes is None:
+            object.__setattr__(self, "grad_bytes", self.num_bytes)
+        readers = self.readers
+        if isinstance(readers, list | tuple):
+            object.__setattr__(self, "readers", tuple(sorted(set(readers)) if _are_stages(readers) else readers))
+        where = f"side value {self.name!r}"
+        if not isinstance(self.name, str):
+            raise ChainError(f"{where}: name is {shown(self.name)}, expected a string")
+        for field_name, value in (("bytes", self.num_bytes), ("grad_bytes", self.grad_bytes)):
+            if not _is_size(value):
+                raise ChainError(f"{where}: {field_name} is {shown(value)}, expected {_expected('_bytes')}")
+        if not _are_stages([self.maker]):
+            raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage, from 1 up")
+        if not isinstance(readers, list | tuple) or not readers or not _are_stages(readers):
+            raise ChainError(f"{where}: to is {shown(readers)}, expected a list of at least one stage's number")
+        if self.readers[0] <= self.maker:
+            raise ChainError(
+                f"{where}: to holds {self.readers[0]}, expected only stages after stage {self.maker}, which makes it"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The side value as it stands in a chain file."""
+        return {
+            "name": self.name,
+            "bytes": self.num_bytes,
+            "grad_bytes": self.grad_bytes,
+            "from": self.maker,
+            "to": list(self.readers),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +223,7 @@ class Chain:
         base_bytes: what is on the device whatever the schedule does; the stages' own weights, weight gradients and
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
+        side_values: what later stages read beside their input; s[1] first.
         provenance: where the figures come from (machine, versions, spread of the times): free form, never interpreted.
     """
 
@@ -172,16 +233,26 @@ class Chain:
     input_grad_bytes: int = 0
     base_bytes: int = 0
     grads_resident: bool = False
+    side_values: tuple[SideValue, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "side_values", tuple(self.side_values))
         _check_fields(self, where=f"chain {self.name!r}")
         for k, stage in enumerate(self.stages, start=1):
             if not isinstance(stage, Stage):
                 raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
+        for i, side in enumerate(self.side_values, start=1):
+            if not isinstance(side, SideValue):
+                raise ChainError(f"chain {self.name!r}: side value {i} is {shown(side)}, expected a SideValue")
+            if side.readers[-1] > len(self.stages):
+                raise ChainError(
+                    f"side value {i} ({_on_one_line(side.name)}): to holds {shown(side.readers[-1])}, but the chain "
+                    f"has {len(self.stages)} stages"
+                )
 
     def __str__(self) -> str:
         return f"{self.name}, {self.num_stages} stages, {format_seconds(self.compute_seconds)} a plain step"
@@ -205,6 +276,12 @@ class Chain:
         """delta[k]; delta[0] is the gradient of the input."""
         return self.stages[k - 1].grad_bytes if k else self.input_grad_bytes
 
+    def side_value(self, i: int) -> SideValue:
+        """Side value i, counted from 1."""
+        if not 1 <= i <= len(self.side_values):
+            raise IndexError(f"side value {i} of a chain of {len(self.side_values)} side values")
+        return self.side_values[i - 1]
+
     @property
     def fixed_bytes(self) -> int:
         """What is stored from start to end where weights stay on the device: base, weights, optimizer state, and the
@@ -215,7 +292,7 @@ class Chain:
 
     @property
     def compute_seconds(self) -> float:
-        """Every forward and backward once, as variant 0: the time of plain training."""
+        """Every forward and backward once, as variant 0: the time of plain training, optimizer steps not counted."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def with_times(self, forward: Callable[[float], float], backward: Callable[[float], float]) -> Chain:
@@ -250,6 +327,8 @@ class Chain:
             "grads_resident": self.grads_resident,
             "stages": [stage.to_dict() for stage in self.stages],
         }
+        if self.side_values:
+            values["side_values"] = [side.to_dict() for side in self.side_values]
         if self.provenance:
             values["provenance"] = dict(self.provenance)
         return values
@@ -272,9 +351,16 @@ class Chain:
         if not isinstance(stages, list | tuple) or not stages:
             raise ChainError(f"stages is {shown(stages)}, expected a list of at least one stage")
         _check_keys(cls, {**given, "stages": stages}, where="chain")
+        sides = given.pop("side_values", ())
+        if not isinstance(sides, list | tuple):
+            raise ChainError(f"side_values is {shown(sides)}, expected a list")
         if not isinstance(given.get("provenance", {}), Mapping):
             raise ChainError(f"provenance is {shown(given['provenance'])}, expected an object")
-        return cls(stages=tuple(_stage_from_dict(entry, k) for k, entry in enumerate(stages, start=1)), **given)
+        return cls(
+            stages=tuple(_stage_from_dict(entry, k) for k, entry in enumerate(stages, start=1)),
+            side_values=tuple(_side_from_dict(entry, i) for i, entry in enumerate(sides, start=1)),
+            **given,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
@@ -295,7 +381,7 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
     if not isinstance(values, Mapping):
         raise ChainError(f"{where}: is {shown(values)}, expected an object")
     if isinstance(values.get("name"), str):
-        where = f"stage {k} ({repr(values['name'])[1:-1]})"  # on one line, whatever the name
+        where = f"stage {k} ({_on_one_line(values['name'])})"
     _check_keys(Stage, values, where=where)
     variants = values.get("variants", ())
     if not isinstance(variants, list | tuple):
@@ -311,6 +397,45 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
             raise ChainError(f"{where}: {key} is null, expected {_expected(key)} (leave the field out for its default)")
     stage: Stage = _made(Stage, {**values, "variants": tuple(made)}, where=where)
     return stage
+
+
+# A side value's fields in a file, and in Python.
+_SIDE_FIELDS = {"name": "name", "bytes": "num_bytes", "from": "maker", "to": "readers", "grad_bytes": "grad_bytes"}
+
+
+def _side_from_dict(values: Any, i: int) -> SideValue:
+    where = f"side value {i}"
+    if not isinstance(values, Mapping):
+        raise ChainError(f"{where}: is {shown(values)}, expected an object")
+    if isinstance(values.get("name"), str):
+        where = f"{where} ({_on_one_line(values['name'])})"
+    for key in values:
+        if key not in _SIDE_FIELDS:
+            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(_SIDE_FIELDS)}")
+    for key in _SIDE_FIELDS:
+        if key not in values and key != "grad_bytes":
+            raise ChainError(f"{where}: {key} is missing")
+    if "grad_bytes" in values and values["grad_bytes"] is None:
+        raise ChainError(
+            f"{where}: grad_bytes is null, expected {_expected('_bytes')} (leave the field out for its default)"
+        )
+    try:
+        return SideValue(**{_SIDE_FIELDS[key]: value for key, value in values.items()})
+    except ChainError as error:
+        own = f"side value {values['name']!r}"
+        raise ChainError(f"{where}{str(error).removeprefix(own)}") from None
+
+
+def _on_one_line(name: str) -> str:
+    return repr(name)[1:-1]
+
+
+def _are_stages(numbers: Any) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 1 for number in numbers)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
 
 
 def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
@@ -338,7 +463,7 @@ def _check_fields(record: Any, *, where: str) -> None:
     for entry in dataclasses.fields(record):
         name, value = entry.name, getattr(record, entry.name)
         if name.endswith("_bytes"):
-            right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
+            right = _is_size(value)
         elif name.endswith("_seconds"):
             right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_SECONDS
         elif name == "name":

@@ -15,6 +15,7 @@ from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
+from lowtide.strategies.base import infeasible
 from lowtide.strategies.numerics.compiling import announce_compilation
 from lowtide.units import format_bytes, format_seconds, parse_bytes
 
@@ -177,8 +178,5 @@ def _outside(chain: Chain) -> int:
 
 
 def _infeasible(chain: Chain, budget: int, minimum_bytes: int) -> InfeasibleBudgetError:
-    return InfeasibleBudgetError(
-        f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(minimum_bytes)} ({minimum_bytes} "
-        f"bytes) that recomputation needs for chain {chain.name!r}; raise it, or allow offloading",
-        minimum_bytes=minimum_bytes,
-    )
+    needed = f"recomputation needs for chain {chain.name!r}"
+    return infeasible(budget, minimum_bytes, needed, "allow offloading with lowtide.solve(bandwidth=...)")

@@ -4,15 +4,17 @@
 | --- | --- | --- |
 | `Forward(k, "all")` | `["forward", k, "all"]` | run stage k, keep all that backward k needs (F_all) |
 | `Forward(k, "keep")` | `["forward", k, "keep"]` | run stage k, keep its input and its output (F_ck) |
-| `Forward(k, "drop")` | `["forward", k, "drop"]` | run stage k, let its input go (F_∅) |
+| `Forward(k, "drop")` | `["forward", k, "drop"]` | run stage k, free its input (F_∅) |
 | `Backward(k)` | `["backward", k]` | the gradient passes stage k |
+| `Update(k)` | `["update", k]` | the optimizer step of stage k, in a schedule that manages weights |
 | `Offload(kind, k)` | `["offload", kind, k]` | queue a copy to the host; the value stays |
 | `Release(kind, k)` | `["release", kind, k]` | wait for that copy, then the value leaves the device |
 | `Prefetch(kind, k)` | `["prefetch", kind, k]` | make room for the value and queue its copy back |
 | `Await(kind, k)` | `["await", kind, k]` | wait until the value has arrived |
 
-The kinds of value are `"a"` and `"abar"` (activations), `"w"` (weights) and `"opt"` (optimizer state). What an
-operation needs, uses and leaves behind is in `lowtide.simulate`.
+The kinds of value are `"a"` and `"abar"` (activations), `"s"` (a side value; k is its place in the chain's list, from
+1), `"w"` (weights), `"opt"` (optimizer state) and `"g"` (the weight gradients of a stage). What an operation needs,
+uses and leaves behind is in `lowtide.simulate`.
 
     >>> Schedule("by hand", [Forward(1, "all"), Backward(1)]).to_dict()["operations"]
     [['forward', 1, 'all'], ['backward', 1]]
@@ -31,12 +33,13 @@ from lowtide.files import read_json, write_json
 FORMAT = "lowtide.schedule/1"
 
 Save = Literal["all", "keep", "drop"]
-Kind = Literal["a", "abar", "w", "opt"]
+Kind = Literal["a", "abar", "w", "opt", "g", "s"]
 Value = tuple[str, int]  # (kind, k): ("abar", 3) is abar[3]
 
 SAVES = ("all", "keep", "drop")
-KINDS = ("a", "abar", "w", "opt")
-WEIGHT_KINDS = ("w", "opt")
+KINDS = ("a", "abar", "w", "opt", "g", "s")
+# What may be somewhere when a period begins.
+_START_KINDS = ("w", "opt", "g")
 
 # No chain comes to so many bytes or seconds; what is larger, or infinite, was not predicted by anybody.
 _LARGEST_PREDICTION = 1e300
@@ -64,6 +67,17 @@ class Backward:
     def to_list(self) -> list[Any]:
         """The operation as it stands in a file."""
         return ["backward", self.stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Change the weights of stage `stage` by the optimizer's step, and free their gradients."""
+
+    stage: int
+
+    def to_list(self) -> list[Any]:
+        """The operation as it stands in a file."""
+        return ["update", self.stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,10 @@ class Await(_Transfer):
     verb = "await"
 
 
-Operation = Forward | Backward | Offload | Release | Prefetch | Await
+Operation = Forward | Backward | Update | Offload | Release | Prefetch | Await
+
+# What runs on the compute clock.
+COMPUTATIONS = (Forward, Backward, Update)
 
 _TRANSFERS: dict[str, type[Offload | Release | Prefetch | Await]] = {
     cls.verb: cls for cls in (Offload, Release, Prefetch, Await)
@@ -165,7 +182,7 @@ class Schedule:
                 raise _refusal_of(operation, index)
         for where, values in (("device", self.start.device), ("host", self.start.host)):
             for kind, k in values:
-                if kind not in self.manages:
+                if kind not in self.manages and not (kind == "g" and self.manages):
                     raise ScheduleError(
                         f"start.{where} names {[kind, k]}, expected only kinds that the schedule manages "
                         f"({', '.join(self.manages) or 'none'})"
@@ -236,6 +253,11 @@ class Schedule:
         """For how many stages it is: its backwards go from the last one to the first; 0 where it has none."""
         return max((op.stage for op in self.operations if isinstance(op, Backward)), default=0)
 
+    @property
+    def has_updates(self) -> bool:
+        """Whether it lists its optimizer steps; where it does not, weights that it manages change in backward."""
+        return any(isinstance(operation, Update) for operation in self.operations)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a schedule file, atomically."""
         write_json(path, self.to_dict())
@@ -259,11 +281,16 @@ def operation_from_list(entry: Any, index: int) -> Operation:
         if len(rest) != 1 or not _is_stage(rest[0]):
             raise _refusal(entry, index, 'expected ["backward", k]')
         return Backward(rest[0])
+    if verb == "update":
+        if len(rest) != 1 or not _is_stage(rest[0]):
+            raise _refusal(entry, index, 'expected ["update", k]')
+        return Update(rest[0])
     if isinstance(verb, str) and verb in _TRANSFERS:
         if len(rest) != 2 or rest[0] not in KINDS or not _is_stage(rest[1], smallest=0 if rest[0] == "a" else 1):
-            raise _refusal(entry, index, f'expected ["{verb}", "a" | "abar" | "w" | "opt", k]')
+            kinds = " | ".join(f'"{kind}"' for kind in KINDS)
+            raise _refusal(entry, index, f'expected ["{verb}", {kinds}, k]')
         return _TRANSFERS[verb](rest[0], rest[1])
-    raise _refusal(entry, index, f"known are forward, backward, {', '.join(_TRANSFERS)}")
+    raise _refusal(entry, index, f"known are forward, backward, update, {', '.join(_TRANSFERS)}")
 
 
 def _is_well_formed(operation: Any) -> bool:
@@ -274,13 +301,13 @@ def _is_well_formed(operation: Any) -> bool:
         return right and operation.save in SAVES and _is_stage(operation.stage)
     if isinstance(operation, _Transfer):
         return operation.kind in KINDS and _is_stage(operation.stage, smallest=0 if operation.kind == "a" else 1)
-    return isinstance(operation, Backward) and _is_stage(operation.stage)
+    return isinstance(operation, Backward | Update) and _is_stage(operation.stage)
 
 
 def _refusal_of(operation: Any, index: int) -> ScheduleError:
     """Why an operation is not well formed, in the words for one in a file."""
     if not isinstance(operation, Operation):
-        return _refusal(operation, index, "expected Forward, Backward, Offload, Release, Prefetch or Await")
+        return _refusal(operation, index, "expected Forward, Backward, Update, Offload, Release, Prefetch or Await")
     try:
         operation_from_list(operation.to_list(), index)
     except ScheduleError as error:
@@ -297,9 +324,9 @@ def _start_from_dict(values: Any) -> Start:
         if not isinstance(entries, list | tuple):
             raise ScheduleError(f"start.{where} is {shown(entries)}, expected a list of [kind, k]")
         for entry in entries:
-            right = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in WEIGHT_KINDS
+            right = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in _START_KINDS
             if not right or not _is_stage(entry[1]):
-                raise ScheduleError(f'start.{where} holds {shown(entry)}, expected ["w" | "opt", k]')
+                raise ScheduleError(f'start.{where} holds {shown(entry)}, expected ["w" | "opt" | "g", k]')
         parts.append(frozenset((kind, k) for kind, k in entries))
     return Start(*parts)
 

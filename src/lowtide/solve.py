@@ -12,7 +12,7 @@ from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
-from lowtide.strategies.base import AUTO, REGISTRY, Answer, Entry, Problem, find
+from lowtide.strategies.base import AUTO, GIVE_BANDWIDTH, REGISTRY, Answer, Entry, Problem, find, infeasible
 from lowtide.trace import Trace
 from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 
@@ -96,7 +96,7 @@ class Solution:
         )
 
     def __str__(self) -> str:
-        plain = self.chain.compute_seconds
+        plain = self.chain.compute_seconds + self.trace.update_seconds
         more = f" ({self.seconds / plain:.3f} x plain training)" if plain else ""
         return (
             f"{self.strategy} for {self.chain.name}, {self.chain.num_stages} stages: {format_seconds(self.seconds)} a "
@@ -113,7 +113,7 @@ def solve(
     slots: int | None = None,
     segments: int | None = None,
     duplex: bool = True,
-    manage_weights: bool = True,
+    manage_weights: bool = False,
     progress: Progress | None = None,
 ) -> Solution:
     """Compute a schedule that stays within a budget.
@@ -121,12 +121,14 @@ def solve(
     Args:
         chain: the network, a `Chain` or its plain data.
         memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
-        strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply.
+        strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
+            can be executed.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         segments: for strategy `"segments"`, their number.
         duplex: both directions at once.
-        manage_weights: whether `"auto"` may also move weights between device and host.
+        manage_weights: whether `"auto"` may also move weights between device and host; such schedules can be
+            simulated, and not executed.
         progress: called with the name of what is being tried and the share done, 0 to 1.
 
     Raises:
@@ -278,13 +280,9 @@ def _solution(
 
 def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> InfeasibleBudgetError:
     least = min((c.minimum_bytes, c.strategy) for c in candidates if c.minimum_bytes is not None)
-    advice = "raise it" if problem.bandwidth else "raise it, or allow offloading by giving a bandwidth"
-    return InfeasibleBudgetError(
-        f"budget {format_bytes(problem.memory_budget)} ({problem.memory_budget} bytes) is below the "
-        f"{format_bytes(least[0])} ({least[0]} bytes) that chain {problem.chain.name!r} needs at the least, with "
-        f"strategy {least[1]!r}; {advice}",
-        minimum_bytes=least[0],
-    )
+    needed = f"chain {problem.chain.name!r} needs at the least, with strategy {least[1]!r}"
+    otherwise = "" if problem.bandwidth else f"allow offloading: {GIVE_BANDWIDTH}"
+    return infeasible(problem.memory_budget, least[0], needed, otherwise)
 
 
 def _checked_count(name: str, value: int | None) -> int | None:

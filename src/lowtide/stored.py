@@ -11,7 +11,8 @@ BASE, WEIGHTS, ACTIVATIONS, SAVED, RECOMPUTED, IN_FLIGHT, GRADIENTS = range(len(
 
 
 class Stored:
-    """The values on the device; what has no value of its own (the base, weight gradients) is known by its bytes alone.
+    """The values on the device; what has no value of its own (the base, weight gradients that cannot
+    move) is known by its bytes alone.
 
     Example:
         >>> stored = Stored()
@@ -93,7 +94,8 @@ class Stored:
         self._categories[value] = category
 
 
-_OF_KIND = {"a": ACTIVATIONS, "abar": SAVED, "delta": GRADIENTS}
+# "ds" is the gradient of a side value.
+_OF_KIND = {"a": ACTIVATIONS, "abar": SAVED, "s": ACTIVATIONS, "delta": GRADIENTS, "g": GRADIENTS, "ds": GRADIENTS}
 
 
 def _own_category(value: Value) -> int:

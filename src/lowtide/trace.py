@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowtide.schedule import Backward, Forward, Operation, Value
+from lowtide.schedule import COMPUTATIONS, Operation, Update, Value
 from lowtide.units import format_bytes, format_seconds
 
 # What the stored bytes consist of, in the order of `Step.stored_by_category`. "in flight" are values between an offload
@@ -36,7 +36,7 @@ class Step:
     start_seconds: float
     end_seconds: float
     idle_seconds: float
-    """How long compute waited because of this operation, before it or (to let a value go) after it."""
+    """How long compute waited because of this operation, before it or (to free a value) after it."""
     waits_for: int | None
     """The operation whose copy it waited for, where it waited."""
     stored_before_bytes: int
@@ -80,9 +80,14 @@ class Trace:
     def compute_seconds(self) -> float:
         """The time of all computations."""
         return math.fsum(
-            step.end_seconds - step.start_seconds
-            for step in self.steps
-            if isinstance(step.operation, Forward | Backward)
+            step.end_seconds - step.start_seconds for step in self.steps if isinstance(step.operation, COMPUTATIONS)
+        )
+
+    @property
+    def update_seconds(self) -> float:
+        """The time of the optimizer steps among them."""
+        return math.fsum(
+            step.end_seconds - step.start_seconds for step in self.steps if isinstance(step.operation, Update)
         )
 
     @property

@@ -17,7 +17,30 @@ from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Schedule
 from lowtide.strategies.numerics.compiling import announce_compilation
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, is_count_of_gib
+
+# The option of the command line, and the argument in Python.
+GIVE_BANDWIDTH = "give --bandwidth (bandwidth= in Python), such as 12GB/s"
+
+
+def infeasible(budget: int, minimum_bytes: int, needed: str, otherwise: str = "") -> InfeasibleBudgetError:
+    """The error for a budget below the least that works, to be raised.
+
+    Args:
+        budget: what was given, in bytes.
+        minimum_bytes: the least that works.
+        needed: who needs that, as in "the 3 GiB that ...".
+        otherwise: what else can be done than raising the budget.
+    """
+    if is_count_of_gib(budget) and not is_count_of_gib(minimum_bytes):
+        advice = f"did you mean {budget}GiB?"
+    else:
+        advice = f"raise it, or {otherwise}" if otherwise else "raise it"
+    return InfeasibleBudgetError(
+        f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(minimum_bytes)} ({minimum_bytes} "
+        f"bytes) that {needed}; {advice}",
+        minimum_bytes=minimum_bytes,
+    )
 
 
 class Evaluation(Protocol):
@@ -56,12 +79,10 @@ class Problem:
 
     def infeasible(self, strategy: str, minimum_bytes: int) -> InfeasibleBudgetError:
         """The error for a budget below `minimum_bytes`, to be raised."""
-        return InfeasibleBudgetError(
-            f"budget {format_bytes(self.memory_budget)} ({self.memory_budget} bytes) is below the "
-            f"{format_bytes(minimum_bytes)} ({minimum_bytes} bytes) that strategy {strategy!r} needs for chain "
-            f"{self.chain.name!r}; raise it, or try another strategy",
-            minimum_bytes=minimum_bytes,
-        )
+        lacks_link = not self.bandwidth and strategy in REGISTRY and REGISTRY[strategy].moves
+        needed = f"strategy {strategy!r} needs for chain {self.chain.name!r}"
+        otherwise = GIVE_BANDWIDTH if lacks_link else "try another strategy"
+        return infeasible(self.memory_budget, minimum_bytes, needed, otherwise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +130,11 @@ class Entry:
     """Moves values between device and host: needs a bandwidth."""
     manages_weights: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def executable(self) -> bool:
+        """Whether the runtime can execute its schedules; the others can be simulated only."""
+        return not self.manages_weights
 
     def make(self, **settings: Any) -> Strategy:
         """The strategy with these settings; one that is None, or that the strategy does not have, is left out."""
@@ -220,7 +246,7 @@ REGISTRY: dict[str, Entry] = {
 }
 
 AUTO = "auto"
-AUTO_SUMMARY = "the fastest feasible of all that apply, by simulation"
+AUTO_SUMMARY = "the fastest feasible of all that apply and can be executed, by simulation"
 
 
 def find(name: str) -> Entry:

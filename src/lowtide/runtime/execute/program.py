@@ -19,7 +19,7 @@ from enum import Enum
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.execute.coarse import Coarse
-from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
+from lowtide.schedule import COMPUTATIONS, Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
 
 
 class Mode(Enum):
@@ -166,7 +166,7 @@ def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple
     for later in operations[index + 1 : backward[k]]:
         if isinstance(later, Forward) and later.stage == k:
             return False
-        if not isinstance(later, Forward | Backward) and later.value in (("a", k - 1), ("abar", k - 1)):
+        if not isinstance(later, COMPUTATIONS) and later.value in (("a", k - 1), ("abar", k - 1)):
             return False
     return True
 

@@ -27,7 +27,13 @@ from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.strategies.base import AUTO, find
-from lowtide.units import format_bandwidth, is_unlikely_bandwidth, parse_bandwidth, parse_bytes
+from lowtide.units import (
+    format_bandwidth,
+    is_unlikely_bandwidth,
+    parse_bandwidth,
+    parse_budget,
+    parse_bytes,
+)
 
 # Without an optimizer, the state of the one that most people train with is allowed for.
 _ASSUMED_OPTIMIZER = "adam"
@@ -104,7 +110,7 @@ def fit(
         previous.detach()
     device = device_of(model)
     settings = Settings(
-        memory_budget=device_budget(device) if memory_budget is None else parse_bytes(memory_budget),
+        memory_budget=device_budget(device) if memory_budget is None else parse_budget(memory_budget),
         strategy=strategy,
         bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
         host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),

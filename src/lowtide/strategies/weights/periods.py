@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lowtide.chain import Chain
 from lowtide.errors import StrategyError
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Start, Value
-from lowtide.strategies.base import Problem
+from lowtide.strategies.base import GIVE_BANDWIDTH, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def checked_period(problem: Problem, strategy: str) -> Period:
             "accumulates weight gradients (grads_resident); use a strategy that leaves weights on the device"
         )
     if not problem.bandwidth:
-        raise StrategyError(f"strategy {strategy!r} moves weights; give a bandwidth above 0, for instance 12GB/s")
+        raise StrategyError(f"strategy {strategy!r} moves weights; {GIVE_BANDWIDTH}")
     return period_of(problem.chain)
 
 
