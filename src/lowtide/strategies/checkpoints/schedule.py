@@ -33,7 +33,7 @@ def planned(strategy: str, problem: Problem, checkpoints: Sequence[int]) -> Answ
     """The answer with these checkpoints.
 
     Raises:
-        InfeasibleBudgetError: where the schedule's peak is above the budget.
+        InfeasibleBudgetError: if the schedule's peak is above the budget.
     """
     schedule = checkpoint_schedule(strategy, problem.chain, checkpoints)
     peak = problem.evaluate(schedule).peak_bytes
@@ -52,5 +52,5 @@ def _saved(segment: range) -> Iterator[Operation]:
 
 
 def _passed(segment: range) -> Iterator[Operation]:
-    """The segment's input stays, and its output; what lies between goes."""
+    """Keep the segment's input and output; drop what lies between."""
     return (Forward(k, "keep" if k == segment[0] else "drop") for k in segment)
