@@ -48,8 +48,10 @@ def pair(model: str, config: str, **settings: Any) -> Callable[[], Made]:
     return language(model, config, **settings)
 
 
-def picture(model: str, config: str, *, image: int = 32, channels: int = 3, **settings: Any) -> Callable[[], Made]:
-    """A model that is given pictures and classifies them."""
+def image_classifier(
+    model: str, config: str, *, image: int = 32, channels: int = 3, **settings: Any
+) -> Callable[[], Made]:
+    """A model that classifies images."""
 
     def make() -> Made:
         made = getattr(tf, model)(getattr(tf, config)(num_labels=10, **settings))
@@ -261,7 +263,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     ),
     "phi": language("PhiForCausalLM", "PhiConfig", **TEXT),
     "gpt-neox": language("GPTNeoXForCausalLM", "GPTNeoXConfig", **TEXT),
-    "vit": picture(
+    "vit": image_classifier(
         "ViTForImageClassification",
         "ViTConfig",
         hidden_size=WIDTH,
@@ -271,7 +273,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
         image_size=32,
         patch_size=8,
     ),
-    "swin": picture(
+    "swin": image_classifier(
         "SwinForImageClassification",
         "SwinConfig",
         image=64,
@@ -282,7 +284,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
         num_heads=[2, 2, 4],
         window_size=4,
     ),
-    "convnext": picture(
+    "convnext": image_classifier(
         "ConvNextForImageClassification", "ConvNextConfig", image=64, depths=[2, 2, 4, 2], hidden_sizes=[16, 32, 48, 64]
     ),
     "segformer": segformer,
@@ -340,7 +342,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "pegasus": pair("PegasusForConditionalGeneration", "PegasusConfig", **_ENCODER_DECODER),
     "mbart": pair("MBartForConditionalGeneration", "MBartConfig", **_ENCODER_DECODER),
     "marian": pair("MarianMTModel", "MarianConfig", **_ENCODER_DECODER),
-    "deit": picture(
+    "deit": image_classifier(
         "DeiTForImageClassification",
         "DeiTConfig",
         hidden_size=WIDTH,
@@ -350,7 +352,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
         image_size=32,
         patch_size=8,
     ),
-    "beit": picture(
+    "beit": image_classifier(
         "BeitForImageClassification",
         "BeitConfig",
         hidden_size=WIDTH,
@@ -360,7 +362,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
         image_size=32,
         patch_size=8,
     ),
-    "resnet-hf": picture(
+    "resnet-hf": image_classifier(
         "ResNetForImageClassification",
         "ResNetConfig",
         image=64,

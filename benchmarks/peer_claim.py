@@ -1,4 +1,4 @@
-"""What `benchmarks.peers` claims of its rows, as a table and as a picture.
+"""What `benchmarks.peers` claims of its rows, as a table and as a figure.
 
 The claim: at every peak memory that a peer reaches, lowtide's step is no slower, and at the peer's step time lowtide's
 peak is lower.
@@ -114,7 +114,7 @@ def by_network(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def report_lines(facts: dict[str, Any], rows: Sequence[Row], skipped: Sequence[str]) -> list[str]:
-    """The tables, network by network, and what the claim comes to."""
+    """The tables, network by network, and whether the claim holds."""
     lines = ["# lowtide beside what people use instead", "", heading(facts), ""]
     for network, own in by_network(rows).items():
         lines += [f"## {network}", "", *_row_lines(own), "", *claim_lines(own), ""]
@@ -172,7 +172,7 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# A peer that takes this many times as long as lowtide's slowest step stands at the edge of the picture.
+# A peer that takes this many times as long as lowtide's slowest step is drawn at the edge of the figure.
 OFF_SCALE = 1.6
 
 _STYLES = {
@@ -182,7 +182,7 @@ _STYLES = {
 }
 _PEERS = {False: ("C1", "peers"), True: ("C3", "peers, compiled as a whole (activation_memory_budget)")}
 
-# In the picture, points that are nearer to each other than this share a name.
+# In the figure, points that are nearer to each other than this share a name.
 _CLOSE = 0.02
 
 
@@ -253,7 +253,7 @@ def _together(
 
 
 def _short(way: str) -> str:
-    """A peer's name for the picture, whose colour says whether it is compiled."""
+    """A peer's name for the figure, whose colour says whether it is compiled."""
     for long, short in (
         ("checkpoint_sequential, ", ""),
         ("activation_memory_budget ", ""),

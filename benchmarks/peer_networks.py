@@ -33,7 +33,7 @@ class Network:
 def from_zoo(
     name: str, dtype: str = "float32", *, channels_last: bool = False, **sizes: int
 ) -> Callable[[str, int | None], Made]:
-    """A network of lowtide's zoo; with `channels_last` its weights and the pictures are laid out so."""
+    """A network of lowtide's zoo; with `channels_last` its weights and the images are laid out so."""
 
     def make(device: str, batch: int | None) -> Made:
         given = sizes if batch is None else {**sizes, "batch": batch}
@@ -42,8 +42,8 @@ def from_zoo(
         if not channels_last:
             return model, sample
         layout = torch.channels_last
-        pictures = {key: value.to(memory_format=layout) for key, value in sample.items() if value.dim() == 4}
-        return model.to(memory_format=layout), {**sample, **pictures}
+        images = {key: value.to(memory_format=layout) for key, value in sample.items() if value.dim() == 4}
+        return model.to(memory_format=layout), {**sample, **images}
 
     return make
 
@@ -58,9 +58,9 @@ def vit(dtype: torch.dtype, batch: int, image: int, **config: int) -> Callable[[
             model = transformers.ViTForImageClassification(
                 transformers.ViTConfig(image_size=image, num_labels=1000, **config)
             )
-        pictures = torch.randn(given or batch, 3, image, image)
+        images = torch.randn(given or batch, 3, image, image)
         labels = torch.randint(0, 1000, (given or batch,))
-        sample = {"pixel_values": pictures.to(device, dtype), "labels": labels.to(device)}
+        sample = {"pixel_values": images.to(device, dtype), "labels": labels.to(device)}
         return model.to(device=device, dtype=dtype).train(), sample
 
     return make
@@ -215,7 +215,7 @@ def layers_of(model: nn.Module, trunk: str) -> list[nn.Module]:
 
 @contextmanager
 def trunk_replaced(model: nn.Module, trunk: str, module: nn.Module) -> Iterator[None]:
-    """Run a model with another module in the place of its trunk."""
+    """Run a model with another module instead of its trunk."""
     parent_path, _, name = trunk.rpartition(".")
     parent = model.get_submodule(parent_path)
     before = getattr(parent, name)
@@ -228,7 +228,7 @@ def trunk_replaced(model: nn.Module, trunk: str, module: nn.Module) -> Iterator[
 
 @contextmanager
 def gradient_checkpointing(model: nn.Module, trunk: str | None) -> Iterator[None]:
-    """Every layer of the trunk recomputed; by transformers itself where the model is one of its own."""
+    """Recompute every layer of the trunk; by transformers itself if the model is one of its own."""
     if trunk is not None:
         with trunk_replaced(model, trunk, EachCheckpointed(layers_of(model, trunk))):
             yield

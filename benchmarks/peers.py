@@ -5,7 +5,7 @@
     python -m benchmarks.peers --device cuda --resume DIR/peers-h200.json --output DIR   # go on where a run ended
     python -m benchmarks.peers --device cuda --largest-batch --only gpt resnet --seconds 300
     python -m benchmarks.peers --tiny                                          # a minute on any CPU
-    python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and picture again, no measuring
+    python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and figure again, no measuring
 
 Peers: plain training, eager and compiled as a whole; `checkpoint_sequential` at several numbers of segments; every
 layer checkpointed (transformers' gradient checkpointing, where the model is one of its own); `activation_memory_budget`
@@ -13,7 +13,7 @@ with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measu
 claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
 takes longest for the first of them. A step is forward and backward, without an optimizer.
 
-Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the picture
+Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
 """
 
@@ -96,7 +96,7 @@ def fill(row: Row, timed: harness.Timed) -> None:
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
+    """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
     measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), planning.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
@@ -231,7 +231,7 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
 
 
 def draw_again(path: Path) -> None:
-    """Table and picture of earlier results."""
+    """Table and figure of earlier results."""
     with earlier_results(path) as values:
         entries = [Batches(**entry) for entry in values["largest_batches"]]
         rows = [Row(**row) for row in values["rows"]]
@@ -248,9 +248,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
-    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
-    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
-    parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
+    parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
+    parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
+    parser.add_argument("--largest-batch", action="store_true", help="search the largest batch within limits instead")
     parser.add_argument(
         "--limits", nargs="*", type=written_bytes, default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch"
     )

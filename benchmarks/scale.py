@@ -9,7 +9,7 @@ The networks are chains of small blocks (a linear layer and tanh), once all equa
 and once all different. Loops that numba compiles are compiled before anything is timed; a solving time is the better of
 two.
 
-Writes scale-MACHINE.json and .md after every row, and the pictures at the end.
+Writes scale-MACHINE.json and .md after every row, and the figures at the end.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ def main(given: list[str] | None = None) -> None:
         with run.clock.enforced():
             measure_all(run)
     except harness.OutOfTimeError:
-        print("the run was cut at its time limit", flush=True)
+        print("the run stopped at its time limit", flush=True)
     run.save(picture=True)
     run.say_where()
 

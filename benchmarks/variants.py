@@ -3,7 +3,7 @@
     python -m benchmarks.variants --only gpt --seconds 100      # the table of the GPT-like network, on a GPU
     python -m benchmarks.variants                               # all networks, some minutes each
     python -m benchmarks.variants --tiny --device cpu           # small, to see that it works
-    python -m benchmarks.variants --draw DIR/variants-h200.json # table and picture again, no measuring
+    python -m benchmarks.variants --draw DIR/variants-h200.json # table and figure again, no measuring
 
 The rows that matter most come first; a run that is cut short leaves valid results.
 """
@@ -25,7 +25,7 @@ from benchmarks.peer_claim import Row, by_network
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
 from benchmarks.refusing import Parser, earlier_results, refuse_unless_chosen, usable_folder
-from benchmarks.variant_picture import WHOLE, draw
+from benchmarks.variant_figure import WHOLE, draw
 from torch import nn
 
 import lowtide
@@ -84,7 +84,7 @@ class Run(harness.Run):
 def write(
     folder: Path, stem: str, facts: dict[str, Any], rows: list[Row], stages: dict[str, Any], *, picture: bool = True
 ) -> None:
-    """JSON, table and picture of some rows."""
+    """JSON, table and figure of some rows."""
     titles = [network.title for network in [*NETWORKS, *TINY]]
     rows = sorted(rows, key=lambda row: titles.index(row.network))
     values = {"facts": facts, "rows": [asdict(row) for row in rows], "stages": stages}
@@ -242,7 +242,7 @@ def _planned(
 
 
 def _chosen(chain: lowtide.Chain, solution: lowtide.Solution) -> str:
-    """How many stages are saved as which variant, and how many run forward again."""
+    """How many stages are saved as which variant, and how many are recomputed."""
     forwards = [op for op in solution.schedule.operations if isinstance(op, Forward)]
     numbers = Counter(
         chain.stage(op.stage).variants[op.variant - 1].name if op.variant else "as it is"
@@ -251,7 +251,7 @@ def _chosen(chain: lowtide.Chain, solution: lowtide.Solution) -> str:
     )
     again = sum(count > 1 for count in Counter(op.stage for op in forwards).values())
     parts = [f"{number} x {name}" for name, number in sorted(numbers.items())]
-    return ", ".join([*parts, *([f"{again} run again"] if again else [])])
+    return ", ".join([*parts, *([f"{again} recomputed"] if again else [])])
 
 
 def _rows_of_single_variants(
@@ -265,7 +265,7 @@ def _rows_of_single_variants(
 
 
 def draw_again(path: Path) -> None:
-    """Table and picture of earlier results."""
+    """Table and figure of earlier results."""
     with earlier_results(path) as values:
         facts, rows, stages = values["facts"], [Row(**row) for row in values["rows"]], dict(values["stages"])
     write(usable_folder(path.parent), path.stem, facts, rows, stages)
@@ -275,8 +275,8 @@ def draw_again(path: Path) -> None:
 def main(given: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     harness.add_common_arguments(parser)
-    parser.add_argument("--resume", type=Path, help="results of an earlier run, whose other networks stay")
-    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run; its other networks are kept")
+    parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
     arguments = parser.parse_args(given)
     if arguments.draw:
         draw_again(arguments.draw)

@@ -42,7 +42,7 @@ def classifier(width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 4, 10))
 
 
-def pictures(batch: int, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def images(batch: int, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Made-up data: the label is the brightest of ten columns."""
     x = torch.randn(batch, 3, size, size, device=device)
     return x, x.mean((1, 2)).unflatten(1, (10, -1)).mean(-1).argmax(1)
@@ -50,7 +50,7 @@ def pictures(batch: int, size: int, device: str) -> tuple[torch.Tensor, torch.Te
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help='bytes, such as "4GiB"; left out: what is free')
+    parser.add_argument("--budget", help='bytes, such as "4GiB"; default: what is free')
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
     model = classifier(width, depth).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loss = nn.CrossEntropyLoss()
-    x, y = pictures(batch, size, device)
+    x, y = images(batch, size, device)
 
     plan = lowtide.fit(  # the one line more
         model, x, memory_budget=arguments.budget, optimizer=optimizer, loss=lambda logits: loss(logits, y)
@@ -68,7 +68,7 @@ def main() -> None:
     print(plan)
 
     for step in range(3 if arguments.tiny else arguments.steps):
-        x, y = pictures(batch, size, device)
+        x, y = images(batch, size, device)
         value = loss(model(x), y)
         value.backward()
         optimizer.step()

@@ -98,7 +98,7 @@ class Network(Generic[P]):
     Args:
         name: in the zoo.
         image: pixels a side.
-        batch: how many pictures.
+        batch: how many images.
         device: where it runs.
     """
 
@@ -115,7 +115,7 @@ class Network(Generic[P]):
         self._run_before: dict[Any, P] = {}
 
     def solved(self, strategy: str, budget: int, **settings: Any) -> lowtide.Solution:
-        """A strategy's schedule for a budget, found as `fit` does and simulated on the chain as it was measured.
+        """A strategy's schedule for a budget, found as `fit` does and simulated on the measured chain.
 
         Raises:
             InfeasibleBudgetError: where there is none.
@@ -167,7 +167,7 @@ def title_of(name: str, image: int, batch: int) -> str:
 
 @dataclass(frozen=True)
 class Paper(Generic[P]):
-    """What is a paper's own: where its results go, what its points are, and what they come to."""
+    """What is specific to a paper: where its results go, its points, and how they are summarised."""
 
     name: str
     results: Path
@@ -190,7 +190,7 @@ class Paper(Generic[P]):
         *,
         picture: bool = True,
     ) -> None:
-        """JSON, table and picture of some points."""
+        """JSON, table and figure of some points."""
         values = {
             "facts": facts,
             "summary": self.summary(points),
@@ -201,7 +201,7 @@ class Paper(Generic[P]):
         harness.write_results(folder, stem, values, self.report_lines(facts, points, notes), picture_of)
 
     def draw_again(self, path: Path) -> None:
-        """Table and picture of earlier results."""
+        """Table and figure of earlier results."""
         with earlier_results(path) as values:
             facts, points, notes = values["facts"], self.points_of(values), list(values["notes"])
         self.write(usable_folder(path.parent), path.stem, facts, points, notes)
@@ -246,7 +246,7 @@ class Run(harness.Run, Generic[P]):
         is_done: Callable[[str], bool],
         experiment: Callable[[str, int, int], None],
     ) -> None:
-        """All points of all networks within the time, then the picture; what was left out stands in the notes.
+        """All points of all networks within the time, then the figure; the notes say what was skipped.
 
         Args:
             settings: name, image and batch size of each.
@@ -282,5 +282,5 @@ class Run(harness.Run, Generic[P]):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that the papers' commands share."""
     harness.add_common_arguments(parser)
-    parser.add_argument("--resume", type=Path, help="results of an earlier run; what is in it is left out")
-    parser.add_argument("--draw", type=Path, help="write table and picture of earlier results, and measure nothing")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run, which are not measured again")
+    parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from lowtide import Chain, Stage, Variant
+from lowtide import Chain, SideValue, Stage, Variant
 
 Sizes = Callable[[random.Random, int], list[int]]
 
@@ -46,6 +46,7 @@ def random_chain(seed: int, num_stages: int, *, sizes: str = "mixed", features: 
         input_grad_bytes=rng.choice((0, outputs[0])),
         base_bytes=rng.randint(0, 5) if "base" in features else 0,
         grads_resident="grads resident" in features,
+        side_values=_side_values(rng, num_stages) if "side values" in features else (),
     )
 
 
@@ -101,6 +102,15 @@ def long_chain(num_stages: int, seed: int = 0) -> Chain:
     return Chain(f"long {num_stages} {seed}", tuple(stages), input_bytes=10**6, base_bytes=12345)
 
 
+def _side_values(rng: random.Random, num_stages: int) -> tuple[SideValue, ...]:
+    made = []
+    for i in range(rng.randint(1, 3) if num_stages > 1 else 0):
+        maker = rng.randint(1, num_stages - 1)
+        readers = rng.sample(range(maker + 1, num_stages + 1), rng.randint(1, min(2, num_stages - maker)))
+        made.append(SideValue(f"side {i}", rng.randint(0, 9), maker, tuple(readers), rng.choice((None, 0, 3))))
+    return tuple(made)
+
+
 def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]) -> Stage:
     large = "large extras" in features
     weight = rng.randint(0, 4) if {"weight gradients", "grads resident"} & set(features) else 0
@@ -131,4 +141,5 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         variants=variants,
         rerun_seconds=rng.randint(0, forward) if "reruns" in features else None,
         saving_extra_bytes=rng.randint(0, forward_extra) if "lean saving" in features else None,
+        update_seconds=rng.randint(0, 3) if "updates" in features else 0.0,
     )

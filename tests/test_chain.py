@@ -4,15 +4,20 @@ import math
 import pytest
 from tests.chains import NESTED_FEATURES, random_chains
 
-from lowtide import Chain, ChainError, Stage, Variant
+from lowtide import Chain, ChainError, SideValue, Stage, Variant
 
 STAGE = {"name": "conv", "forward_seconds": 0.1, "backward_seconds": 0.2, "output_bytes": 10, "saved_bytes": 30}
 VARIANT = {"name": "slim", "forward_seconds": 0.1, "backward_seconds": 0.3, "saved_bytes": 12}
 FILE = {"format": "lowtide.chain/1", "name": "net", "stages": [STAGE]}
+SIDE = {"name": "skip", "bytes": 7, "from": 1, "to": [2]}
 
 
 def with_stage(**changes):
     return {**FILE, "stages": [STAGE, {**STAGE, **changes}]}
+
+
+def with_side(**changes):
+    return {**FILE, "stages": [STAGE, STAGE], "side_values": [SIDE, {**SIDE, **changes}]}
 
 
 def test_defaults():
@@ -27,7 +32,11 @@ def test_defaults():
     assert (chain.input_bytes, chain.input_grad_bytes, chain.base_bytes, chain.grads_resident) == (0, 0, 0, False)
 
 
-@pytest.mark.parametrize("chain", random_chains(20, 4, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+@pytest.mark.parametrize(
+    "chain",
+    random_chains(20, 4, features=(*NESTED_FEATURES, "side values", "updates")),
+    ids=lambda chain: chain.name,
+)
 def test_there_and_back(chain, tmp_path):
     assert Chain.from_dict(json.loads(json.dumps(chain.to_dict()))) == chain
     chain.save(tmp_path / "chain.json")
@@ -58,6 +67,19 @@ def test_what_a_forward_that_saves_needs_is_written_where_it_is_less():
     assert Chain.from_dict(chain.to_dict()) == chain
 
 
+def test_the_optimizer_step_and_side_values_are_written_where_there_are_any():
+    chain = Chain.from_dict(FILE)
+    assert "side_values" not in chain.to_dict()
+    assert "update_seconds" not in chain.to_dict()["stages"][0]
+    chain = Chain.from_dict({**with_side(to=[2, 2], grad_bytes=3), "stages": [STAGE, {**STAGE, "update_seconds": 0.5}]})
+    assert chain.stage(2).update_seconds == 0.5
+    assert chain.side_value(1) == SideValue("skip", 7, 1, (2,), grad_bytes=7)
+    assert chain.to_dict()["side_values"][1] == {**SIDE, "grad_bytes": 3}
+    assert Chain.from_dict(chain.to_dict()) == chain
+    with pytest.raises(IndexError):
+        chain.side_value(3)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -76,6 +98,22 @@ def test_what_a_forward_that_saves_needs_is_written_where_it_is_less():
         (with_stage(rerun_seconds=9.5), ["stage 2", "rerun_seconds", "9.5", "more than"]),
         (with_stage(saving_extra_bytes=None), ["stage 2", "saving_extra_bytes", "null", "whole bytes"]),
         (with_stage(forward_extra_bytes=7, saving_extra_bytes=8), ["stage 2", "saving_extra_bytes", "8", "more than"]),
+        (with_stage(update_seconds=-1), ["stage 2", "update_seconds", "-1", "seconds"]),
+        (with_side(bytes=-1), ["side value 2 (skip): bytes is -1, expected whole bytes"]),
+        (with_side(grad_bytes=1.5), ["side value 2 (skip): grad_bytes is 1.5, expected whole bytes"]),
+        (with_side(grad_bytes=None), ["side value 2 (skip): grad_bytes is null"]),
+        (with_side(name=5), ["side value 2", "name is 5, expected a string"]),
+        (with_side(**{"from": 0}), ["side value 2 (skip): from is 0, expected the number of a stage"]),
+        (with_side(**{"from": "conv"}), ["side value 2 (skip): from is 'conv', expected the number of a stage"]),
+        (with_side(to=[]), ["side value 2 (skip): to is [], expected a list"]),
+        (with_side(to=2), ["side value 2 (skip): to is 2, expected a list"]),
+        (with_side(to=[2, True]), ["side value 2 (skip): to is [2, True], expected a list"]),
+        (with_side(to=[1, 2]), ["side value 2 (skip): to holds 1, expected only stages after stage 1"]),
+        (with_side(to=[2, 3]), ["side value 2 (skip): to holds 3, but the chain has 2 stages"]),
+        (with_side(size=3), ["side value 2 (skip): 'size' is not a field here; the fields are name, bytes"]),
+        ({**FILE, "side_values": {}}, ["side_values is {}, expected a list"]),
+        ({**FILE, "side_values": [3]}, ["side value 1: is 3, expected an object"]),
+        ({**FILE, "side_values": [{"name": "skip"}]}, ["side value 1 (skip): bytes is missing"]),
         (with_stage(output_byte=1), ["stage 2", "'output_byte'", "output_bytes"]),
         (with_stage(name=5), ["stage 2", "name", "a string"]),
         (with_stage(variants={}), ["stage 2", "variants", "a list"]),
@@ -120,6 +158,8 @@ def test_variants():
         lambda: Chain("net", [None]),
         lambda: Stage("conv", 0.1, 0.2, 10, 30, variants=[VARIANT]),
         lambda: Chain.from_dict({**FILE, "input_bytes": 10**5000}),
+        lambda: Chain("net", [Stage("conv", 0.1, 0.2, 10, 30)], side_values=[SIDE]),
+        lambda: SideValue("skip", 7, 1, None),
     ],
 )
 def test_wrong_records_made_in_python_are_refused(make):

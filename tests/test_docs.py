@@ -24,6 +24,17 @@ def test_the_schedule_in_the_formats_page_costs_what_it_says() -> None:
     assert trace.seconds == pytest.approx(schedule["predicted"]["seconds"])
 
 
+def test_the_guarantees_name_tests_that_exist() -> None:
+    """A bare file name is in a folder of tests/runtime; others are paths."""
+    page = (DOCS / "guarantees.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and ".py`" in line]
+    assert len(rows) > 40
+    known = {path.name for path in (DOCS.parent / "tests" / "runtime").rglob("test_*.py")}
+    named = [name for row in rows for name in re.findall(r"`([^`]*\.py)`", row[-1])]
+    missing = [name for name in named if name not in known and not (DOCS.parent / name).is_file()]
+    assert missing == []
+
+
 # Every module with an example in a docstring that is run.
 WITH_EXAMPLES = [
     ".".join(path.relative_to(SOURCE).with_suffix("").parts)

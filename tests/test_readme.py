@@ -85,7 +85,7 @@ def test_the_python_of_the_readme_runs(folder):
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     the_users_own = {
         "model": model,
-        "x": x,
+        "device": "cpu",
         "loader": [(x, y)] * 2,
         "loss_fn": torch.nn.functional.mse_loss,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

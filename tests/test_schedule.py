@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from lowtide import Await, Backward, Forward, Offload, Prefetch, Release, Schedule, ScheduleError
+from lowtide import Await, Backward, Forward, Offload, Prefetch, Release, Schedule, ScheduleError, Update
 from lowtide.schedule import Start
 
 EVERY = [
@@ -16,6 +16,9 @@ EVERY = [
     ["release", "abar", 1],
     ["prefetch", "w", 2],
     ["await", "opt", 3],
+    ["update", 4],
+    ["offload", "g", 4],
+    ["release", "s", 1],
 ]
 FILE = {"format": "lowtide.schedule/1", "strategy": "by hand", "operations": EVERY}
 
@@ -23,7 +26,9 @@ FILE = {"format": "lowtide.schedule/1", "strategy": "by hand", "operations": EVE
 def test_there_and_back(tmp_path):
     schedule = Schedule.from_dict(FILE)
     assert schedule.operations[3:6] == (Forward(4, "all", 2), Backward(4), Offload("a", 0))
-    assert schedule.operations[6:] == (Release("abar", 1), Prefetch("w", 2), Await("opt", 3))
+    assert schedule.operations[6:9] == (Release("abar", 1), Prefetch("w", 2), Await("opt", 3))
+    assert schedule.operations[9:] == (Update(4), Offload("g", 4), Release("s", 1))
+    assert schedule.has_updates
     assert schedule.to_dict() == FILE
     schedule.save(tmp_path / "schedule.json")
     assert Schedule.load(tmp_path / "schedule.json") == schedule
@@ -60,6 +65,10 @@ def test_a_cycle_there_and_back():
         ["backward", 1, 2],
         ["offload", "b", 1],
         ["offload", "abar", 0],
+        ["offload", "s", 0],
+        ["update"],
+        ["update", 0],
+        ["update", "w", 1],
         ["offload", 1, "a"],
         ["sleep", 1],
         [["forward"], 1],

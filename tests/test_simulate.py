@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from tests.chains import random_chain
-from tests.runtime.schedules import random_schedule
+from tests.accountant import IllegalError, account, legal_schedule, spoiled
+from tests.chains import NESTED_FEATURES, random_chain
 
 from lowtide import (
     Backward,
@@ -15,109 +15,15 @@ from lowtide import (
     Release,
     Schedule,
     ScheduleError,
+    SideValue,
     Stage,
+    Update,
     Variant,
     simulate,
 )
 from lowtide.schedule import Start
 
 TWO = Chain("two", [Stage("f", 1.0, 2.0, 4, 6), Stage("g", 3.0, 4.0, 8, 10, backward_extra_bytes=5)], input_bytes=2)
-
-
-class Ledger:
-    """A second accountant: recounts everything at every operation, from plain lists in the file format."""
-
-    def __init__(self, chain, operations, bandwidth, duplex=True):
-        self.chain, self.bandwidth, self.duplex = chain, bandwidth, duplex
-        self.there = {"a0", f"d{chain.num_stages}"}
-        self.grads = 0
-        self.clock, self.busy, self.compute = 0.0, [0.0, 0.0], 0.0
-        self.arrives, self.leaves, self.way = {}, {}, {}
-        self.peak = 0
-        for operation in operations:
-            getattr(self, operation[0])(*operation[1:])
-
-    def size(self, value):
-        kind, k = value.rstrip("0123456789"), int(value.lstrip("abrd"))
-        stages, chain = self.chain.stages, self.chain
-        if kind == "a":
-            return stages[k - 1].output_bytes if k else chain.input_bytes
-        if kind == "d":
-            return stages[k - 1].grad_bytes if k else chain.input_grad_bytes
-        variant = self.way.get(k, 0)
-        return (stages[k - 1].variants[variant - 1] if variant else stages[k - 1]).saved_bytes
-
-    def stored(self):
-        stages = self.chain.stages
-        total = self.chain.base_bytes + sum(s.weight_bytes + s.optimizer_bytes for s in stages)
-        total += sum(s.weight_grad_bytes for s in stages) if self.chain.grads_resident else self.grads
-        return total + sum(self.size(value) for value in self.there)
-
-    def use(self, *choices):
-        self.clock = max(self.clock, min(self.arrives.get(v, 0.0) for v in choices if v in self.there))
-
-    def gone(self, value):
-        self.clock = max(self.clock, self.leaves.pop(value, 0.0), self.arrives.pop(value, 0.0))
-        self.there.discard(value)
-
-    def forward(self, k, save, variant=0):
-        stage = self.chain.stages[k - 1]
-        self.use(f"a{k - 1}", *([] if save == "drop" else [f"abar{k - 1}"]))
-        if save == "all":
-            self.way[k] = variant
-        way = stage.variants[variant - 1] if variant else stage
-        made = f"abar{k}" if save == "all" else f"a{k}"
-        self.peak = max(
-            self.peak,
-            self.stored() + self.size(made) + (way.saving_extra_bytes if save == "all" else way.forward_extra_bytes),
-        )
-        # once the gradient of its output is there, nobody wants the output itself
-        ends_early = save == "all" and not variant and f"d{k}" in self.there and k < self.chain.num_stages
-        self.clock += way.rerun_seconds if ends_early else way.forward_seconds
-        self.compute += way.rerun_seconds if ends_early else way.forward_seconds
-        self.there.add(made)
-        if save == "drop":
-            self.gone(f"a{k - 1}")
-
-    def backward(self, k):
-        stage = self.chain.stages[k - 1]
-        way = stage.variants[self.way[k] - 1] if self.way[k] else stage
-        self.use(f"abar{k}")
-        self.use(f"a{k - 1}", f"abar{k - 1}")
-        new = self.size(f"d{k - 1}") + (0 if self.chain.grads_resident else stage.weight_grad_bytes)
-        self.peak = max(self.peak, self.stored() + new + way.backward_extra_bytes)
-        self.clock += way.backward_seconds
-        self.compute += way.backward_seconds
-        self.there.add(f"d{k - 1}")
-        self.grads += stage.weight_grad_bytes
-        for value in (f"d{k}", f"abar{k}", f"a{k - 1}"):
-            if value in self.there:
-                self.gone(value)
-
-    def copy(self, value, channel):
-        channel = channel if self.duplex else 0
-        self.busy[channel] = max(self.busy[channel], self.clock) + self.size(value) / self.bandwidth
-        return self.busy[channel]
-
-    def offload(self, kind, k):
-        self.use(f"{kind}{k}")
-        self.leaves[f"{kind}{k}"] = self.copy(f"{kind}{k}", 0)
-
-    def release(self, kind, k):
-        self.use(f"{kind}{k}")
-        self.gone(f"{kind}{k}")
-
-    def prefetch(self, kind, k):
-        self.there.add(f"{kind}{k}")
-        self.arrives[f"{kind}{k}"] = self.copy(f"{kind}{k}", 1)
-        self.peak = max(self.peak, self.stored())
-
-    def __getattr__(self, name):  # await is a word of the language
-        assert name == "await"
-        return lambda kind, k: self.use(f"{kind}{k}")
-
-
-FEATURES = ["weight gradients", "grads resident", "large extras", "odd gradients", "base", "reruns"]
 
 
 def test_a_forward_that_runs_again_for_its_backward_alone_may_end_early():
@@ -141,22 +47,40 @@ def test_a_forward_that_runs_again_for_its_backward_alone_may_end_early():
     assert simulate(chain, both).seconds == 3 * 4.0 + (4.0 + 1.0) + 3 * 1.0
 
 
-@pytest.mark.parametrize("duplex", [True, False])
-@pytest.mark.parametrize("seed", range(150))
-def test_random_schedules_cost_what_a_second_accountant_says(seed, duplex):
-    rng = random.Random(seed)
-    features = tuple(rng.sample(FEATURES, rng.randint(0, 3)))
-    chain = random_chain(
-        seed, rng.randint(1, 6), sizes=rng.choice(["mixed", "heavy-tailed", "zero"]), features=features
-    )
-    schedule = random_schedule(chain.num_stages, seed, moves=0.5)
-    bandwidth = rng.choice([1, 3, 1000])
+# Each seed is one chain, one legal schedule and three that are mostly illegal: 2000 schedules in all.
+@pytest.mark.parametrize("first", range(0, 500, 10))
+def test_random_schedules_cost_what_a_second_accountant_says_or_are_refused_by_both(first):
+    num_legal = 0
+    for seed in range(first, first + 10):
+        rng = random.Random(seed)
+        features = (*(feature for feature in NESTED_FEATURES if rng.random() < 0.3), "side values", "updates")
+        manages, updates = rng.choice([([], False), (["w"], False), (["w", "opt"], True), (["w"], True)])
+        if manages and not updates:
+            features = tuple(feature for feature in features if feature != "grads resident")
+        chain = random_chain(seed, rng.randint(1, 5), features=features).to_dict()
+        schedule = legal_schedule(chain, rng, manages=manages, updates=updates, moves=rng.choice([0, 0.4, 0.7]))
+        num_legal += agree(chain, schedule, rng)
+        for _ in range(3):
+            agree(chain, spoiled(schedule, rng), rng)
+    assert num_legal == 10
+
+
+def agree(chain, schedule, rng):
+    """Whether a schedule is legal; simulator and accountant must say the same, and count the same."""
+    bandwidth, duplex = rng.choice([1, 3, 1000]), rng.random() < 0.7
+    try:
+        seconds, peak_bytes, idle_seconds = account(chain, schedule, bandwidth, duplex=duplex)
+    except IllegalError:
+        with pytest.raises(ScheduleError):
+            simulate(chain, schedule, bandwidth=bandwidth, duplex=duplex)
+        return False
     trace = simulate(chain, schedule, bandwidth=bandwidth, duplex=duplex)
-    ledger = Ledger(chain, schedule.to_dict()["operations"], bandwidth, duplex)
-    assert trace.peak_bytes == ledger.peak
-    assert trace.seconds == pytest.approx(ledger.clock)
-    assert trace.idle_seconds == pytest.approx(ledger.clock - ledger.compute, abs=1e-9)
-    assert trace.compute_seconds == pytest.approx(ledger.compute)
+    assert trace.peak_bytes == peak_bytes
+    assert trace.seconds == pytest.approx(seconds, abs=1e-9)
+    assert trace.idle_seconds == pytest.approx(idle_seconds, abs=1e-9)
+    assert all(step.peak_bytes >= sum(step.peak_by_category) for step in trace.steps)
+    assert all(sum(step.stored_by_category) == step.stored_after_bytes for step in trace.steps)
+    return True
 
 
 def test_by_hand():
@@ -203,15 +127,15 @@ def test_variants_have_times_and_bytes_of_their_own():
     [
         ([Forward(2, "all")], 0, "neither a[1] nor abar[1] is on the device"),
         ([Forward(3, "all")], 0, "2 stages"),
-        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is stored already"),
-        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is stored already"),
+        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is already stored"),
+        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is already stored"),
         ([Forward(1, "all"), Forward(2, "drop")], 1, "a[1] is not on the device"),
         ([Forward(1, "all"), Backward(1)], 1, "backward 2 comes next"),
         ([Forward(1, "all"), Forward(2, "keep"), Backward(2)], 2, "abar[2] is not on the device"),
         ([Forward(1, "drop"), Forward(2, "all"), Backward(2), Forward(1, "all")], 3, "a[0] is not on the device"),
         ([Forward(1, "all", 1)], 0, "1 variants"),
         ([Release("a", 0)], 0, "no current copy on the host"),
-        ([Prefetch("a", 0)], 0, "on the device already"),
+        ([Prefetch("a", 0)], 0, "already on the device"),
         ([Prefetch("abar", 1)], 0, "no current copy on the host"),
         ([Offload("abar", 1)], 0, "abar[1] is not on the device"),
         ([Offload("w", 1)], 0, 'does not manage "w"'),
@@ -235,7 +159,7 @@ def test_a_schedule_for_another_number_of_stages_is_refused_with_both_and_the_fi
     schedule = Schedule("rotor", operations)
     assert schedule.num_stages == num_stages
     with pytest.raises(
-        ScheduleError, match=rf"is for {num_stages} stages, and chain 'two' has 2; .*operation"
+        ScheduleError, match=rf"is for {num_stages} stages, but chain 'two' has 2; .*operation"
     ) as caught:
         simulate(TWO, schedule)
     assert caught.value.index == index
@@ -309,7 +233,158 @@ def test_optimizer_state_is_needed_and_changed_by_backward_alone():
         )
 
 
-def test_managed_weights_and_resident_gradients_exclude_each_other():
+# Updates as operations
+
+TRAINED = Chain(
+    "trained",
+    [Stage(name, 1.0, 2.0, 1, 3, weight_bytes=10, weight_grad_bytes=6, optimizer_bytes=20, update_seconds=4.0)
+     for name in "fg"],
+)  # fmt: skip
+EVERYTHING = frozenset((kind, k) for kind in ("w", "opt") for k in (1, 2))
+PLAIN_STEP = [Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)]
+
+
+def test_an_update_takes_its_time_and_frees_the_weight_gradients():
+    operations = [*PLAIN_STEP, Update(2), Update(1)]
+    trace = simulate(TRAINED, Schedule("", operations, ("w", "opt"), Start(EVERYTHING)))
+    assert (trace.seconds, trace.compute_seconds, trace.update_seconds) == (14.0, 14.0, 8.0)
+    assert [step.stored_after_bytes for step in trace.steps] == [64, 67, 70, 72, 66, 60]
+    assert trace.peak_bytes == 76  # backward 1: weights and state 60, abar 3, delta 1, weight gradients 12
+    between = [*PLAIN_STEP[:3], Update(2), PLAIN_STEP[3], Update(1)]
+    assert simulate(TRAINED, Schedule("", between, ("w", "opt"), Start(EVERYTHING))).peak_bytes == 74  # backward 2
+
+
+def test_weight_gradients_and_optimizer_state_wait_on_the_host_until_their_update():
+    operations = [
+        *PLAIN_STEP[:3], Offload("g", 2), Release("g", 2), PLAIN_STEP[3], Prefetch("opt", 1), Update(1),
+        Offload("opt", 1), Release("opt", 1), Prefetch("g", 2), Prefetch("opt", 2), Update(2), Offload("opt", 2),
+        Release("opt", 2),
+    ]  # fmt: skip
+    weights, state = frozenset({("w", 1), ("w", 2)}), frozenset({("opt", 1), ("opt", 2)})
+    schedule = Schedule("", operations, ("w", "opt"), Start(weights, state))
+    trace = simulate(TRAINED, schedule, bandwidth=10)
+    assert trace.peak_bytes == 20 + 6 + 20  # both weights, and the gradients and the state of one stage
+    assert trace.seconds == pytest.approx(14 + 3 * 2.0 + 2.0 + 2 * 0.6)  # no copy is hidden
+
+
+@pytest.mark.parametrize(
+    ("operations", "start", "reason"),
+    [
+        ([*PLAIN_STEP, Update(2)], EVERYTHING, "ends before update 1"),
+        ([*PLAIN_STEP, Update(2), Update(2)], EVERYTHING, "update 2 has already run"),
+        ([*PLAIN_STEP[:2], Update(2)], EVERYTHING, "must come after backward 2, which has not run"),
+        ([*PLAIN_STEP, Update(3)], EVERYTHING, "2 stages"),
+        ([*PLAIN_STEP, Update(2), Update(1)], EVERYTHING - {("opt", 2)}, "opt[2] is not on the device"),
+        ([*PLAIN_STEP, Update(2), Offload("g", 2), Update(1)], EVERYTHING, "g[2] is not on the device"),
+        ([*PLAIN_STEP, Offload("g", 2)], EVERYTHING, "only in a schedule that lists updates"),
+        ([*PLAIN_STEP, Update(2), Update(1)], EVERYTHING | {("g", 1)}, "grads_resident"),
+    ],
+)
+def test_an_illegal_update_is_refused(operations, start, reason):
+    with pytest.raises(ScheduleError) as caught:
+        simulate(TRAINED, Schedule("", operations, ("w", "opt"), Start(start)), bandwidth=10)
+    assert reason in str(caught.value)
+
+
+def test_updates_need_a_schedule_that_manages_weights():
+    with pytest.raises(ScheduleError, match="only a schedule that manages weights") as caught:
+        simulate(TRAINED, Schedule("", [*PLAIN_STEP, Update(2)]))
+    assert caught.value.index == 4
+
+
+def test_an_update_makes_the_host_copies_stale_and_a_backward_does_not():
+    start = Start(EVERYTHING, frozenset({("w", 2)}))
+    kept = [*PLAIN_STEP[:2], Release("w", 2), Prefetch("w", 2), Backward(2), Release("w", 2), Prefetch("w", 2)]
+    kept += [Backward(1), Update(1), Update(2)]
+    with pytest.raises(ScheduleError, match="no current copy"):
+        simulate(TRAINED, Schedule("", [*kept, Release("w", 2)], ("w", "opt"), start), bandwidth=10)
+    simulate(TRAINED, Schedule("", [*kept, Offload("w", 2)], ("w", "opt"), start), bandwidth=10)
+
+
+def test_a_stage_without_weight_gradients_needs_no_update():
+    frozen = Stage("frozen", 1.0, 1.0, 1, 1, weight_bytes=10, weight_grad_bytes=0)
+    chain = Chain("adapted", [frozen, TRAINED.stage(1)])
+    weights = frozenset({("w", 1), ("w", 2)})
+    operations = [Release("w", 1), Prefetch("w", 1), *PLAIN_STEP, Update(2)]
+    schedule = Schedule("", operations, ("w",), Start(weights, weights))
+    with pytest.raises(ScheduleError, match=r"'w', 2\] is on the host at its start"):
+        simulate(chain, schedule, bandwidth=10)
+    schedule = Schedule("", schedule.operations, ("w",), Start(weights, frozenset({("w", 1)})))
+    assert simulate(chain, schedule, bandwidth=10).seconds > 0  # w[1] never has to be copied out again
+
+
+def test_gradients_that_are_there_from_the_start_are_added_to():
+    chain = Chain("accumulated", TRAINED.stages, grads_resident=True)
+    operations = [*PLAIN_STEP, Update(2), Update(1)]
+    trace = simulate(chain, Schedule("", operations, ("w", "opt"), Start(EVERYTHING)))
+    assert trace.peak_bytes == 60 + 12 + 6 + 2  # backward 2: all weight gradients are there, and none is made
+    # or they wait on the host, and are fetched for their backward, after which that copy is stale
+    away = Start(EVERYTHING, frozenset({("g", 1), ("g", 2)}))
+    with pytest.raises(ScheduleError, match=r"g\[2\] is not on the device"):
+        simulate(chain, Schedule("", operations, ("w", "opt"), away), bandwidth=10)
+    fetched = [*PLAIN_STEP[:2], Prefetch("g", 2), Backward(2), Release("g", 2)]
+    with pytest.raises(ScheduleError, match="no current copy"):
+        simulate(chain, Schedule("", [*fetched, Update(1)], ("w", "opt"), away), bandwidth=10)
+    fetched = [*fetched[:4], Update(2), Prefetch("g", 1), Backward(1), Update(1)]
+    assert simulate(chain, Schedule("", fetched, ("w", "opt"), away), bandwidth=10).peak_bytes == 60 + 6 + 6 + 2
+
+
+# Side values
+
+SKIP = Chain(
+    "skip", [Stage(str(k), 1.0, 2.0, 4, 6) for k in (1, 2, 3)], side_values=[SideValue("skip", 100, 1, (3,), 50)]
+)
+
+
+def test_a_side_value_stays_from_its_maker_to_the_backward_of_its_maker():
+    operations = [*(Forward(k, "all") for k in (1, 2, 3)), *(Backward(k) for k in (3, 2, 1))]
+    trace = simulate(SKIP, Schedule("", operations))
+    assert [step.stored_after_bytes for step in trace.steps] == [110, 116, 122, 166, 160, 0]
+    assert trace.peak_bytes == 122 + 4 + 50  # its gradient is made by the backward of its last reader
+
+
+def test_a_side_value_may_be_freed_and_made_again_by_another_forward_of_its_maker():
+    again = [Forward(1, "keep"), Forward(2, "all"), Release("s", 1), Forward(1, "all"), Forward(3, "all")]
+    trace = simulate(SKIP, Schedule("", [*again, Backward(3), Release("s", 1), Backward(2), Backward(1)]))
+    assert trace.seconds == 4 + 6
+    assert trace.num_recomputed == 1
+    with pytest.raises(ScheduleError, match=r"s\[1\] is not on the device"):
+        simulate(SKIP, Schedule("", [*again[:3], Forward(3, "all")]))
+
+
+def test_a_forward_that_finds_its_side_value_on_the_device_leaves_it_as_it_is():
+    operations = [Forward(1, "keep"), Forward(1, "all"), Forward(2, "all"), Forward(3, "all")]
+    trace = simulate(SKIP, Schedule("", [*operations, *(Backward(k) for k in (3, 2, 1))]))
+    assert [step.stored_after_bytes for step in trace.steps[:2]] == [4 + 104, 4 + 110]
+
+
+def test_a_side_value_may_wait_on_the_host():
+    operations = [
+        Forward(1, "all"), Offload("s", 1), Forward(2, "all"), Release("s", 1), Prefetch("s", 1), Forward(3, "all"),
+        *(Backward(k) for k in (3, 2, 1)),
+    ]  # fmt: skip
+    trace = simulate(SKIP, Schedule("", operations), bandwidth=10)
+    assert trace.copies[0].end_seconds == 11.0
+    assert trace.seconds == 9 + 9 + 10  # forward 2 hides a second of its way out, and nothing its way back
+
+
+@pytest.mark.parametrize(
+    ("operations", "reason"),
+    [
+        ([Release("s", 1)], "s[1] is not on the device"),
+        ([Offload("s", 2)], "1 side values"),
+        ([Forward(1, "all"), Prefetch("s", 1)], "already on the device"),
+        ([Forward(1, "all"), Release("s", 1), Prefetch("s", 1)], "no current copy on the host"),
+        ([Forward(1, "all"), Release("s", 1), Forward(1, "all")], "abar[1] is already stored"),
+    ],
+)
+def test_a_side_value_that_is_not_there_is_refused(operations, reason):
+    with pytest.raises(ScheduleError) as caught:
+        simulate(SKIP, Schedule("", operations), bandwidth=10)
+    assert reason in str(caught.value)
+
+
+def test_managed_weights_without_updates_and_resident_gradients_exclude_each_other():
     chain = Chain("kept", CYCLE.stages, grads_resident=True)
     with pytest.raises(ScheduleError, match="grads_resident"):
         simulate(chain, Schedule("", LAYER_BY_LAYER, ("w",), ON_HOST), bandwidth=10)

@@ -3,7 +3,7 @@
     python -m papers.pofo.executed --device cuda --seconds 250 --output DIR   # as many networks as there is time for
     python -m papers.pofo.executed --device cuda --only resnet101 --alphas 0.1 0.3
     python -m papers.pofo.executed --device cuda --resume DIR/pofo-executed-h200.json --output DIR    # go on with a run
-    python -m papers.pofo.executed --draw DIR/pofo-executed-h200.json         # table and picture again, no measuring
+    python -m papers.pofo.executed --draw DIR/pofo-executed-h200.json         # table and figure again, no measuring
     python -m papers.pofo.executed --tiny                                     # a minute on any CPU
 
 For each network: its chain is measured once, and the link to the host; plain training is run; then, for each memory
@@ -11,7 +11,7 @@ ratio α of the paper, the schedules of rotor, pofo, autocapper, opportunist and
 Every schedule is chosen as `fit` chooses, timed in some real steps, and its real peak taken.
 
 Writes pofo-executed-MACHINE.json and .md after every point, so that a run that is cut leaves whatever it had, and the
-picture at the end. `--resume` leaves out each network and α of which all algorithms are there; of those that it runs,
+figure at the end. `--resume` leaves out each network and α of which all algorithms are there; of those that it runs,
 a part that an earlier run left is not kept.
 """
 

@@ -4,7 +4,7 @@
     python -m papers.rotor --device cuda --full                       # every network, image and batch size; hours
     python -m papers.rotor --device cuda --only resnet101 --image 1000 --batch 8 --budgets 10
     python -m papers.rotor --device cuda --resume DIR/rotor-h200.json --output DIR    # go on where a run ended
-    python -m papers.rotor --draw DIR/rotor-h200.json                 # table and picture again, no measuring
+    python -m papers.rotor --draw DIR/rotor-h200.json                 # table and figure again, no measuring
     python -m papers.rotor --tiny                                     # seconds on any CPU
 
 For each network: its chain is measured once; plain training is run; then, under lowtide's executor, `segments` at
@@ -12,7 +12,7 @@ numbers from 2 to 2 sqrt(L) (what `checkpoint_sequential` does), `rotor` within 
 within equal steps of plain training's peak, and `revolve` within the same. Every schedule is timed in some real steps,
 and its real peak taken.
 
-Writes rotor-MACHINE.json and .md after every network, so that a run that is cut leaves whatever it had, and the picture
+Writes rotor-MACHINE.json and .md after every network, so that a run that is cut leaves whatever it had, and the figure
 at the end.
 """
 

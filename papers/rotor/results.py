@@ -1,4 +1,4 @@
-"""What the points of the rotor paper's experiments come to: the headline figures, a table, and pictures."""
+"""Results of the rotor paper's experiments: headline numbers, a table, and figures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _point_lines(points: Sequence[Point]) -> list[str]:
             point.note,
         ]
 
-    columns = ["strategy", "budget", "pictures/s", "step", "predicted", "peak", "predicted", "note"]
+    columns = ["strategy", "budget", "images/s", "step", "predicted", "peak", "predicted", "note"]
     return table(columns, [cells(point) for point in points])
 
 
@@ -130,7 +130,7 @@ def draw(plt: Any, facts: dict[str, Any], points: Sequence[Point]) -> Any:
             if found:
                 line = "-" if strategy in ("rotor", "revolve") else ""
                 panel.plot(*zip(*found, strict=True), marker + line, color=colour, label=strategy, markersize=5)
-        panel.set(title=name, xlabel="measured peak (GiB)", ylabel="pictures a second")
+        panel.set(title=name, xlabel="measured peak (GiB)", ylabel="images per second")
         panel.set_xlim(left=0)
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)

@@ -70,13 +70,13 @@ def in_layers(name: str, network: nn.Sequential) -> nn.Sequential:
 
 
 def make(name: str, device: str, batch: int, *, narrow: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """A network in the paper's layers, with its loss, and a batch of pictures of 224 x 224.
+    """A network in the paper's layers, with its loss, and a batch of images of 224 x 224.
 
     Args:
         name: `"vgg19"` or `"alexnet"`.
         device: where both are to be.
-        batch: pictures.
-        narrow: smaller pictures and narrow linear layers, where only the command is to be tried.
+        batch: images.
+        narrow: smaller images and narrow linear layers, where only the command is to be tried.
     """
     model: Any
     with torch.device(device):
@@ -93,10 +93,10 @@ def make(name: str, device: str, batch: int, *, narrow: bool = False) -> tuple[n
 
 def sizes_of(chain: lowtide.Chain, batch: dict[str, Any], num_classes: int) -> list[int]:
     """The paper's d_0..d_n: the input, and the outputs of the layers; the last one without the loss."""
-    pictures = batch["pictures"]
+    images = batch["images"]
     inner = [stage.output_bytes for stage in chain.stages[:-1]]
-    element = pictures.element_size()
-    return [pictures.numel() * element, *inner, len(pictures) * num_classes * element]
+    element = images.element_size()
+    return [images.numel() * element, *inner, len(images) * num_classes * element]
 
 
 # Methods

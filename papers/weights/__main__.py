@@ -134,7 +134,7 @@ def _run(jobs: Sequence[tuple[Row, float]]) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, table: list[dict[str, Any]], figure: list[dict[str, Any]]) -> None:
-    """Table, picture and JSON."""
+    """Table, figure and JSON."""
     facts = harness.machine_facts(torch.device("cpu"))
     values = {"facts": facts, "assumptions": instances.__doc__, "table_1": table, "figure_4": figure}
     lines = ["# Weight offloading, simulated", "", harness.heading(facts), "", "## Table 1, in ms", ""]

@@ -1,7 +1,7 @@
-"""lowtide trains PyTorch networks that do not fit.
+"""Train PyTorch networks under a memory budget.
 
-State one number, the device memory you have; lowtide measures each stage of the model, computes the fastest schedule of
-recomputation and offloading that stays under it, and runs it inside your unchanged training loop.
+Give lowtide the device memory you have. It measures each stage of the model, computes the fastest schedule of
+recomputation and offloading within that budget, and runs it inside your unchanged training loop.
 
     plan = lowtide.fit(model, (x,), memory_budget="8GiB")
 """
@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lowtide.bound import Bound, bound
-from lowtide.chain import Chain, Stage, Variant
+from lowtide.chain import Chain, SideValue, Stage, Variant
 from lowtide.compare import Comparison, compare
 from lowtide.errors import (
     CaptureError,
@@ -29,7 +29,7 @@ from lowtide.errors import (
     UnitError,
 )
 from lowtide.frontier import Frontier, frontier
-from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule
+from lowtide.schedule import Await, Backward, Forward, Offload, Prefetch, Release, Schedule, Update
 from lowtide.select import Selection, select
 from lowtide.simulate import simulate
 from lowtide.solve import Solution, solve
@@ -77,12 +77,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Selection",
+    "SideValue",
     "SizesError",
     "Solution",
     "Stage",
     "StrategyError",
     "Trace",
     "UnitError",
+    "Update",
     "Variant",
     "__version__",
     "attach",

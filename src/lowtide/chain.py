@@ -12,6 +12,9 @@ into delta[k-1], and needs abar[k], everything that forward k saved for it.
 | o_f, o_b | `forward_extra_bytes`, `backward_extra_bytes`; `saving_extra_bytes` of a forward that saves all |
 | w_k | `weight_bytes` |
 
+Beside this chain of values a stage may make *side values* that later stages read (`SideValue`): skip connections,
+auxiliary losses, a router's logits.
+
     >>> chain = Chain("two", [Stage("conv", 0.1, 0.2, output_bytes=10, saved_bytes=30),
     ...                       Stage("head", 0.1, 0.2, output_bytes=1, saved_bytes=1)], input_bytes=5)
     >>> chain.activation_bytes(0), chain.activation_bytes(1)
@@ -41,7 +44,7 @@ LARGEST_SECONDS = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Another way to run a stage for backward: the same values, other times and other bytes kept."""
+    """Another way to run a stage for backward: the same values, with its own times and saved bytes."""
 
     name: str
     forward_seconds: float
@@ -55,16 +58,16 @@ class Variant:
 
     @property
     def rerun_seconds(self) -> float:
-        """What a forward takes of which only that is wanted which it saves: compiled code runs to its end."""
+        """The time of a recomputation; compiled code cannot stop early, so this is `forward_seconds`."""
         return self.forward_seconds
 
     @property
     def saving_extra_bytes(self) -> int:
-        """What a forward that saves all needs for a moment: a variant has no other."""
+        """Extra bytes while a forward saves everything; the only kind of forward that a variant has."""
         return self.forward_extra_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The variant as it stands in a chain file."""
+        """Return the variant as in a chain file."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
 
@@ -74,9 +77,10 @@ class Stage:
 
     `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
     to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
-    `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
-    wanted, and it can end before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is
-    what a forward `all` needs for a moment: what another forward makes and lets go again may be among what it saves.
+    `forward_seconds`, is the time of a forward `all` after the backward of the next stage: only what it saves is needed
+    then, so it can stop before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is what
+    a forward `all` needs while it runs: what another forward makes and frees may be part of what it saves.
+    `update_seconds` is the time of the stage's optimizer step with everything on the device.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
@@ -97,6 +101,7 @@ class Stage:
     variants: tuple[Variant, ...] = ()
     rerun_seconds: float = None  # type: ignore[assignment]  # None: forward_seconds
     saving_extra_bytes: int = None  # type: ignore[assignment]  # None: forward_extra_bytes
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -116,7 +121,7 @@ class Stage:
         if self.rerun_seconds > self.forward_seconds:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
-                f"{self.forward_seconds}; a forward that may end early takes no longer"
+                f"{self.forward_seconds}; a recomputation takes at most as long as a forward"
             )
         if self.saving_extra_bytes > self.forward_extra_bytes:
             raise ChainError(
@@ -133,7 +138,7 @@ class Stage:
 
     @property
     def num_variants(self) -> int:
-        """How many ways there are to run the stage for backward, its own included."""
+        """How many variants the stage has, counting itself."""
         return 1 + len(self.variants)
 
     def variant(self, index: int) -> Stage | Variant:
@@ -141,29 +146,85 @@ class Stage:
         return self.variants[index - 1] if index else self
 
     def to_dict(self) -> dict[str, Any]:
-        """The stage as it stands in a chain file."""
+        """Return the stage as in a chain file."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         variants = values.pop("variants")
         if self.rerun_seconds == self.forward_seconds:
             del values["rerun_seconds"]
         if self.saving_extra_bytes == self.forward_extra_bytes:
             del values["saving_extra_bytes"]
+        if not self.update_seconds:
+            del values["update_seconds"]
         return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
 
 
 @dataclass(frozen=True, slots=True)
+class SideValue:
+    """A value that one stage makes and later stages read besides their input.
+
+    Args:
+        name: for people.
+        num_bytes: its size; `bytes` in a file.
+        maker: the stage that makes it, counted from 1; `from` in a file.
+        readers: the stages that read it, all after `maker`; `to` in a file.
+        grad_bytes: the size of its gradient, by default `num_bytes`.
+
+    Raises:
+        ChainError: for a wrong size, and if a reader does not come after the maker.
+    """
+
+    name: str
+    num_bytes: int
+    maker: int
+    readers: tuple[int, ...]
+    grad_bytes: int = None  # type: ignore[assignment]  # None: num_bytes
+
+    def __post_init__(self) -> None:
+        if self.grad_bytes is None:
+            object.__setattr__(self, "grad_bytes", self.num_bytes)
+        readers = self.readers
+        if isinstance(readers, list | tuple):
+            object.__setattr__(self, "readers", tuple(sorted(set(readers)) if _are_stages(readers) else readers))
+        where = f"side value {self.name!r}"
+        if not isinstance(self.name, str):
+            raise ChainError(f"{where}: name is {shown(self.name)}, expected a string")
+        for field_name, value in (("bytes", self.num_bytes), ("grad_bytes", self.grad_bytes)):
+            if not _is_size(value):
+                raise ChainError(f"{where}: {field_name} is {shown(value)}, expected {_expected('_bytes')}")
+        if not _are_stages([self.maker]):
+            raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage")
+        if not isinstance(readers, list | tuple) or not readers or not _are_stages(readers):
+            raise ChainError(f"{where}: to is {shown(readers)}, expected a list of at least one stage number")
+        if self.readers[0] <= self.maker:
+            raise ChainError(
+                f"{where}: to holds {self.readers[0]}, expected only stages after stage {self.maker}, which makes it"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the side value as in a chain file."""
+        return {
+            "name": self.name,
+            "bytes": self.num_bytes,
+            "grad_bytes": self.grad_bytes,
+            "from": self.maker,
+            "to": list(self.readers),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
-    """A network as lowtide sees it: stages 1..n, and what lies around them.
+    """A network as a chain of stages 1..n, with what each one costs.
 
     Args:
         name: for people.
         stages: stage 1 first.
         input_bytes: a[0], the input of the chain.
-        input_grad_bytes: its gradient, 0 where nobody asks for it.
-        base_bytes: what is on the device whatever the schedule does; the stages' own weights, weight gradients and
+        input_grad_bytes: its gradient, 0 if nothing needs it.
+        base_bytes: always on the device, whatever the schedule does; the stages' own weights, weight gradients and
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
-        provenance: where the figures come from (machine, versions, spread of the times): free form, never interpreted.
+        side_values: what later stages read besides their input; s[1] first.
+        provenance: where the figures come from (machine, versions, spread of the times); never interpreted.
     """
 
     name: str
@@ -172,16 +233,26 @@ class Chain:
     input_grad_bytes: int = 0
     base_bytes: int = 0
     grads_resident: bool = False
+    side_values: tuple[SideValue, ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
+        object.__setattr__(self, "side_values", tuple(self.side_values))
         _check_fields(self, where=f"chain {self.name!r}")
         for k, stage in enumerate(self.stages, start=1):
             if not isinstance(stage, Stage):
                 raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
+        for i, side in enumerate(self.side_values, start=1):
+            if not isinstance(side, SideValue):
+                raise ChainError(f"chain {self.name!r}: side value {i} is {shown(side)}, expected a SideValue")
+            if side.readers[-1] > len(self.stages):
+                raise ChainError(
+                    f"side value {i} ({_on_one_line(side.name)}): to holds {shown(side.readers[-1])}, but the chain "
+                    f"has {len(self.stages)} stages"
+                )
 
     def __str__(self) -> str:
         return f"{self.name}, {self.num_stages} stages, {format_seconds(self.compute_seconds)} a plain step"
@@ -194,7 +265,7 @@ class Chain:
     def stage(self, k: int) -> Stage:
         """Stage k, counted from 1."""
         if not 1 <= k <= len(self.stages):
-            raise IndexError(f"stage {k} of a chain of {len(self.stages)} stages")
+            raise IndexError(f"the chain has no stage {k}; its stages are 1 to {len(self.stages)}")
         return self.stages[k - 1]
 
     def activation_bytes(self, k: int) -> int:
@@ -205,25 +276,31 @@ class Chain:
         """delta[k]; delta[0] is the gradient of the input."""
         return self.stages[k - 1].grad_bytes if k else self.input_grad_bytes
 
+    def side_value(self, i: int) -> SideValue:
+        """Side value i, counted from 1."""
+        if not 1 <= i <= len(self.side_values):
+            raise IndexError(f"the chain has no side value {i}; its side values are 1 to {len(self.side_values)}")
+        return self.side_values[i - 1]
+
     @property
     def fixed_bytes(self) -> int:
-        """What is stored from start to end where weights stay on the device: base, weights, optimizer state, and the
-        weight gradients where they are resident.
+        """What is stored throughout the step if weights stay on the device: base, weights, optimizer state, and
+        resident weight gradients.
         """
         total = self.base_bytes + sum(stage.weight_bytes + stage.optimizer_bytes for stage in self.stages)
         return total + (sum(stage.weight_grad_bytes for stage in self.stages) if self.grads_resident else 0)
 
     @property
     def compute_seconds(self) -> float:
-        """Every forward and backward once, as variant 0: the time of plain training."""
+        """The time of plain training without optimizer steps: every forward and backward once, as variant 0."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def with_times(self, forward: Callable[[float], float], backward: Callable[[float], float]) -> Chain:
-        """The same with other times, of every stage and variant.
+        """Return the chain with other times, for every stage and variant.
 
         Args:
-            forward: makes a forward's seconds, repeated or not, of those that it has.
-            backward: the same for a backward's.
+            forward: maps the seconds of a forward, first or recomputed, to new ones.
+            backward: the same for a backward.
         """
 
         def changed(record: Any, **more: Any) -> Any:
@@ -240,7 +317,7 @@ class Chain:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def to_dict(self) -> dict[str, Any]:
-        """The chain as plain data, in the file format `lowtide.chain/1`."""
+        """Return the chain as plain data, in the format `lowtide.chain/1`."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -250,6 +327,8 @@ class Chain:
             "grads_resident": self.grads_resident,
             "stages": [stage.to_dict() for stage in self.stages],
         }
+        if self.side_values:
+            values["side_values"] = [side.to_dict() for side in self.side_values]
         if self.provenance:
             values["provenance"] = dict(self.provenance)
         return values
@@ -266,19 +345,26 @@ class Chain:
             raise ChainError(f"a chain is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
-            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide measure writes such a file")
+            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide measure")
         given = {key: value for key, value in values.items() if key != "format"}
         stages = given.pop("stages", None)
         if not isinstance(stages, list | tuple) or not stages:
             raise ChainError(f"stages is {shown(stages)}, expected a list of at least one stage")
         _check_keys(cls, {**given, "stages": stages}, where="chain")
+        sides = given.pop("side_values", ())
+        if not isinstance(sides, list | tuple):
+            raise ChainError(f"side_values is {shown(sides)}, expected a list")
         if not isinstance(given.get("provenance", {}), Mapping):
             raise ChainError(f"provenance is {shown(given['provenance'])}, expected an object")
-        return cls(stages=tuple(_stage_from_dict(entry, k) for k, entry in enumerate(stages, start=1)), **given)
+        return cls(
+            stages=tuple(_stage_from_dict(entry, k) for k, entry in enumerate(stages, start=1)),
+            side_values=tuple(_side_from_dict(entry, i) for i, entry in enumerate(sides, start=1)),
+            **given,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
-        """Read a chain file; a wrong one is refused with one line that starts with the file's name."""
+        """Read a chain file; an error is one line that starts with the file's name."""
         values = read_json(path, ChainError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
@@ -295,7 +381,7 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
     if not isinstance(values, Mapping):
         raise ChainError(f"{where}: is {shown(values)}, expected an object")
     if isinstance(values.get("name"), str):
-        where = f"stage {k} ({repr(values['name'])[1:-1]})"  # on one line, whatever the name
+        where = f"stage {k} ({_on_one_line(values['name'])})"
     _check_keys(Stage, values, where=where)
     variants = values.get("variants", ())
     if not isinstance(variants, list | tuple):
@@ -313,8 +399,47 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
     return stage
 
 
+# A side value's fields in a file, and in Python.
+_SIDE_FIELDS = {"name": "name", "bytes": "num_bytes", "from": "maker", "to": "readers", "grad_bytes": "grad_bytes"}
+
+
+def _side_from_dict(values: Any, i: int) -> SideValue:
+    where = f"side value {i}"
+    if not isinstance(values, Mapping):
+        raise ChainError(f"{where}: is {shown(values)}, expected an object")
+    if isinstance(values.get("name"), str):
+        where = f"{where} ({_on_one_line(values['name'])})"
+    for key in values:
+        if key not in _SIDE_FIELDS:
+            raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(_SIDE_FIELDS)}")
+    for key in _SIDE_FIELDS:
+        if key not in values and key != "grad_bytes":
+            raise ChainError(f"{where}: {key} is missing")
+    if "grad_bytes" in values and values["grad_bytes"] is None:
+        raise ChainError(
+            f"{where}: grad_bytes is null, expected {_expected('_bytes')} (leave the field out for its default)"
+        )
+    try:
+        return SideValue(**{_SIDE_FIELDS[key]: value for key, value in values.items()})
+    except ChainError as error:
+        own = f"side value {values['name']!r}"
+        raise ChainError(f"{where}{str(error).removeprefix(own)}") from None
+
+
+def _on_one_line(name: str) -> str:
+    return repr(name)[1:-1]
+
+
+def _are_stages(numbers: Any) -> bool:
+    return all(isinstance(number, int) and not isinstance(number, bool) and number >= 1 for number in numbers)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
+
+
 def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
-    """An instance of `cls`; a refusal names the place in the file instead of the record's name."""
+    """Make an instance of `cls`; its errors name the place in the file instead of the record."""
     try:
         return cls(**values)
     except ChainError as error:
@@ -326,7 +451,7 @@ def _check_keys(cls: type, values: Mapping[str, Any], *, where: str) -> None:
     known = {entry.name: entry for entry in dataclasses.fields(cls)}
     for key in values:
         if key not in known:
-            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(known)}")
+            raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(known)}")
     for name, entry in known.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
@@ -338,7 +463,7 @@ def _check_fields(record: Any, *, where: str) -> None:
     for entry in dataclasses.fields(record):
         name, value = entry.name, getattr(record, entry.name)
         if name.endswith("_bytes"):
-            right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_BYTES
+            right = _is_size(value)
         elif name.endswith("_seconds"):
             right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_SECONDS
         elif name == "name":
@@ -360,7 +485,7 @@ def _expected(name: str) -> str:
 
 
 def as_chain(chain: Chain | Mapping[str, Any]) -> Chain:
-    """A `Chain` as it is, plain data read as one: what the public functions accept."""
+    """Return a `Chain` unchanged, or read one from plain data."""
     if isinstance(chain, Chain):
         return chain
     return Chain.from_dict(chain)

@@ -1,18 +1,20 @@
-"""What to do, in which order: a schedule is one list of operations.
+"""A schedule: one list of operations, in order.
 
 | operation | in a file | meaning |
 | --- | --- | --- |
 | `Forward(k, "all")` | `["forward", k, "all"]` | run stage k, keep all that backward k needs (F_all) |
 | `Forward(k, "keep")` | `["forward", k, "keep"]` | run stage k, keep its input and its output (F_ck) |
-| `Forward(k, "drop")` | `["forward", k, "drop"]` | run stage k, let its input go (F_∅) |
+| `Forward(k, "drop")` | `["forward", k, "drop"]` | run stage k, free its input (F_∅) |
 | `Backward(k)` | `["backward", k]` | the gradient passes stage k |
+| `Update(k)` | `["update", k]` | the optimizer step of stage k, in a schedule that manages weights |
 | `Offload(kind, k)` | `["offload", kind, k]` | queue a copy to the host; the value stays |
 | `Release(kind, k)` | `["release", kind, k]` | wait for that copy, then the value leaves the device |
 | `Prefetch(kind, k)` | `["prefetch", kind, k]` | make room for the value and queue its copy back |
 | `Await(kind, k)` | `["await", kind, k]` | wait until the value has arrived |
 
-The kinds of value are `"a"` and `"abar"` (activations), `"w"` (weights) and `"opt"` (optimizer state). What an
-operation needs, uses and leaves behind is in `lowtide.simulate`.
+The kinds of value are `"a"` and `"abar"` (activations), `"s"` (a side value; k is its place in the chain's list, from
+1), `"w"` (weights), `"opt"` (optimizer state) and `"g"` (the weight gradients of a stage). What an operation needs,
+uses and leaves behind is in `lowtide.simulate`.
 
     >>> Schedule("by hand", [Forward(1, "all"), Backward(1)]).to_dict()["operations"]
     [['forward', 1, 'all'], ['backward', 1]]
@@ -31,39 +33,51 @@ from lowtide.files import read_json, write_json
 FORMAT = "lowtide.schedule/1"
 
 Save = Literal["all", "keep", "drop"]
-Kind = Literal["a", "abar", "w", "opt"]
+Kind = Literal["a", "abar", "w", "opt", "g", "s"]
 Value = tuple[str, int]  # (kind, k): ("abar", 3) is abar[3]
 
 SAVES = ("all", "keep", "drop")
-KINDS = ("a", "abar", "w", "opt")
-WEIGHT_KINDS = ("w", "opt")
+KINDS = ("a", "abar", "w", "opt", "g", "s")
+# What may be somewhere when a period begins.
+_START_KINDS = ("w", "opt", "g")
 
-# No chain comes to so many bytes or seconds; what is larger, or infinite, was not predicted by anybody.
+# No chain has so many bytes or seconds; nothing larger, or infinite, is a real prediction.
 _LARGEST_PREDICTION = 1e300
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run stage `stage`; `save` says what stays. `variant` counts only for `save="all"`."""
+    """Run the forward of a stage; `save` says what is kept. `variant` is used only with `save="all"`."""
 
     stage: int
     save: Save
     variant: int = 0
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["forward", self.stage, self.save, *([self.variant] if self.variant else [])]
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Pass the gradient through stage `stage`, with the variant that its forward saved for."""
+    """Run the backward of a stage, in the variant of its forward."""
 
     stage: int
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["backward", self.stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Change the weights of stage `stage` by the optimizer's step, and free their gradients."""
+
+    stage: int
+
+    def to_list(self) -> list[Any]:
+        """Return the operation as in a schedule file."""
+        return ["update", self.stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,31 +90,31 @@ class _Transfer:
 
     @property
     def value(self) -> Value:
-        """The value that it is about."""
+        """The value that is moved."""
         return (self.kind, self.stage)
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return [self.verb, self.kind, self.stage]
 
 
 @dataclass(frozen=True, slots=True)
 class Offload(_Transfer):
-    """Queue a device-to-host copy; the value stays on the device."""
+    """Start a copy to the host; the value stays on the device."""
 
     verb = "offload"
 
 
 @dataclass(frozen=True, slots=True)
 class Release(_Transfer):
-    """Wait for the value's host copy; the value leaves the device."""
+    """Wait for the copy to the host, then free the value on the device."""
 
     verb = "release"
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch(_Transfer):
-    """Take room on the device and queue the host-to-device copy."""
+    """Take device memory and start the copy back from the host."""
 
     verb = "prefetch"
 
@@ -112,7 +126,10 @@ class Await(_Transfer):
     verb = "await"
 
 
-Operation = Forward | Backward | Offload | Release | Prefetch | Await
+Operation = Forward | Backward | Update | Offload | Release | Prefetch | Await
+
+# What runs on the compute clock.
+COMPUTATIONS = (Forward, Backward, Update)
 
 _TRANSFERS: dict[str, type[Offload | Release | Prefetch | Await]] = {
     cls.verb: cls for cls in (Offload, Release, Prefetch, Await)
@@ -121,19 +138,19 @@ _TRANSFERS: dict[str, type[Offload | Release | Prefetch | Await]] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a schedule that manages weights finds at the beginning of its period, and leaves at the end."""
+    """What is on the device and on the host when a period of a schedule that moves weights begins and ends."""
 
     device: frozenset[Value] = frozenset()
     host: frozenset[Value] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
-        """The start as it stands in a file."""
+        """Return the start as in a schedule file."""
         return {"device": [list(v) for v in sorted(self.device)], "host": [list(v) for v in sorted(self.host)]}
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator said of a schedule when it was made."""
+    """What the simulator predicted when the schedule was made."""
 
     seconds: float
     peak_bytes: int
@@ -142,9 +159,9 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A list of operations, and where weights are managed the state it starts from.
+    """A list of operations, with the state it starts from if it moves weights.
 
-    Well-formedness is checked here; whether the schedule is legal for a chain is for `lowtide.simulate` to say.
+    The form is checked here; `lowtide.simulate` checks whether the schedule is legal for a chain.
     """
 
     strategy: str
@@ -165,14 +182,14 @@ class Schedule:
                 raise _refusal_of(operation, index)
         for where, values in (("device", self.start.device), ("host", self.start.host)):
             for kind, k in values:
-                if kind not in self.manages:
+                if kind not in self.manages and not (kind == "g" and self.manages):
                     raise ScheduleError(
-                        f"start.{where} names {[kind, k]}, expected only kinds that the schedule manages "
-                        f"({', '.join(self.manages) or 'none'})"
+                        f"start.{where} names {[kind, k]}, but the schedule manages only "
+                        f"{', '.join(self.manages) or 'nothing'}"
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule as plain data, in the file format `lowtide.schedule/1`."""
+        """Return the schedule as plain data, in the format `lowtide.schedule/1`."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "strategy": self.strategy,
@@ -203,11 +220,11 @@ class Schedule:
             raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
-            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide solve -o writes such a file")
+            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide solve -o")
         known = {"format", "strategy", "operations", "manages", "start", "predicted"}
         for key in values:
             if key not in known:
-                raise ScheduleError(f"{key!r} is not a field of a schedule; known are {', '.join(sorted(known))}")
+                raise ScheduleError(f"{key!r} is not a field of a schedule; the fields are {', '.join(sorted(known))}")
         strategy, operations = values.get("strategy", ""), values.get("operations")
         if not isinstance(operations, list | tuple):
             raise ScheduleError(f"operations is {shown(operations)}, expected a list of operations")
@@ -224,7 +241,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read a schedule file; a wrong one is refused with one line that starts with the file's name."""
+        """Read a schedule file; an error is one line that starts with the file's name."""
         values = read_json(path, ScheduleError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
@@ -233,8 +250,13 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """For how many stages it is: its backwards go from the last one to the first; 0 where it has none."""
+        """The number of stages, which is the stage of the first backward; 0 without a backward."""
         return max((op.stage for op in self.operations if isinstance(op, Backward)), default=0)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether it lists its optimizer steps; otherwise managed weights are updated in backward."""
+        return any(isinstance(operation, Update) for operation in self.operations)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a schedule file, atomically."""
@@ -251,7 +273,7 @@ def operation_from_list(entry: Any, index: int) -> Operation:
             raise _refusal(entry, index, 'expected ["forward", k, "all" | "keep" | "drop"]')
         variant = rest[2] if len(rest) == 3 else 0
         if isinstance(variant, bool) or not isinstance(variant, int) or variant < 0:
-            raise _refusal(entry, index, "a variant is a whole number from 0 up")
+            raise _refusal(entry, index, "a variant is a whole number, 0 or more")
         if variant and rest[1] != "all":
             raise _refusal(entry, index, 'only "all" takes a variant; "keep" and "drop" run as variant 0')
         return Forward(rest[0], rest[1], variant)
@@ -259,33 +281,38 @@ def operation_from_list(entry: Any, index: int) -> Operation:
         if len(rest) != 1 or not _is_stage(rest[0]):
             raise _refusal(entry, index, 'expected ["backward", k]')
         return Backward(rest[0])
+    if verb == "update":
+        if len(rest) != 1 or not _is_stage(rest[0]):
+            raise _refusal(entry, index, 'expected ["update", k]')
+        return Update(rest[0])
     if isinstance(verb, str) and verb in _TRANSFERS:
         if len(rest) != 2 or rest[0] not in KINDS or not _is_stage(rest[1], smallest=0 if rest[0] == "a" else 1):
-            raise _refusal(entry, index, f'expected ["{verb}", "a" | "abar" | "w" | "opt", k]')
+            kinds = " | ".join(f'"{kind}"' for kind in KINDS)
+            raise _refusal(entry, index, f'expected ["{verb}", {kinds}, k]')
         return _TRANSFERS[verb](rest[0], rest[1])
-    raise _refusal(entry, index, f"known are forward, backward, {', '.join(_TRANSFERS)}")
+    raise _refusal(entry, index, f"expected forward, backward, update, {', '.join(_TRANSFERS)}")
 
 
 def _is_well_formed(operation: Any) -> bool:
-    """Whether an operation that was made in Python could stand in a file; quick, for solvers make many schedules."""
+    """Whether an operation made in Python is valid; fast, because solvers make many schedules."""
     if isinstance(operation, Forward):
         variant = operation.variant
         right = _is_stage(variant, smallest=0) and (not variant or operation.save == "all")
         return right and operation.save in SAVES and _is_stage(operation.stage)
     if isinstance(operation, _Transfer):
         return operation.kind in KINDS and _is_stage(operation.stage, smallest=0 if operation.kind == "a" else 1)
-    return isinstance(operation, Backward) and _is_stage(operation.stage)
+    return isinstance(operation, Backward | Update) and _is_stage(operation.stage)
 
 
 def _refusal_of(operation: Any, index: int) -> ScheduleError:
-    """Why an operation is not well formed, in the words for one in a file."""
+    """The error for an invalid operation, worded as for one in a file."""
     if not isinstance(operation, Operation):
-        return _refusal(operation, index, "expected Forward, Backward, Offload, Release, Prefetch or Await")
+        return _refusal(operation, index, "expected Forward, Backward, Update, Offload, Release, Prefetch or Await")
     try:
         operation_from_list(operation.to_list(), index)
     except ScheduleError as error:
         return error
-    raise AssertionError(f"{operation} is refused, and not in a file: a defect of lowtide")
+    raise AssertionError(f"{operation} is invalid in Python but not in a file: this is a bug in lowtide")
 
 
 def _start_from_dict(values: Any) -> Start:
@@ -297,9 +324,9 @@ def _start_from_dict(values: Any) -> Start:
         if not isinstance(entries, list | tuple):
             raise ScheduleError(f"start.{where} is {shown(entries)}, expected a list of [kind, k]")
         for entry in entries:
-            right = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in WEIGHT_KINDS
+            right = isinstance(entry, list | tuple) and len(entry) == 2 and entry[0] in _START_KINDS
             if not right or not _is_stage(entry[1]):
-                raise ScheduleError(f'start.{where} holds {shown(entry)}, expected ["w" | "opt", k]')
+                raise ScheduleError(f'start.{where} holds {shown(entry)}, expected ["w" | "opt" | "g", k]')
         parts.append(frozenset((kind, k) for kind, k in entries))
     return Start(*parts)
 
@@ -318,7 +345,7 @@ def _predicted_from_dict(values: Any) -> Predicted | None:
         if not right:
             raise ScheduleError(
                 f"predicted.{name} is {shown(value)}, expected {'whole bytes' if name == 'peak_bytes' else 'seconds'} "
-                "from 0 up"
+                "of at least 0"
             )
     return Predicted(float(values["seconds"]), int(values["peak_bytes"]), float(values["idle_seconds"]))
 
@@ -333,7 +360,7 @@ def _refusal(entry: Any, index: int, reason: str) -> ScheduleError:
 
 
 def as_schedule(schedule: Schedule | Mapping[str, Any]) -> Schedule:
-    """A `Schedule` as it is, plain data read as one: what the public functions accept."""
+    """Return a `Schedule` unchanged, or read one from plain data."""
     if isinstance(schedule, Schedule):
         return schedule
     return Schedule.from_dict(schedule)

@@ -1,4 +1,4 @@
-"""What a schedule would use: the only accountant of memory and time.
+"""The memory and time of a schedule: nothing else in lowtide computes them.
 
 Memory follows from the order of the operations alone. Time has three clocks: compute, device-to-host, host-to-device.
 Computations run one after the other. A copy starts when its channel is free and everything before it in the list has
@@ -11,6 +11,7 @@ been computed. An operation that needs an arriving value, or that removes a leav
 | forward k drop | a[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k], - a[k-1] |
 | backward k | delta[k], abar[k], a[k-1] or abar[k-1] | stored + grad_bytes[k-1] + weight_grad[k] + backward_extra[k] |
 + delta[k-1], + weight_grad[k], - delta[k], - abar[k], - a[k-1] |
+| update k | w[k], g[k], opt[k] | stored | - g[k]; the host copies of w[k] and opt[k] are stale |
 | offload | the value | stored | a copy to the host is queued |
 | release | the value and a current host copy | stored | - the value, once that copy has ended |
 | prefetch | a host copy, and not the value | stored + the value | + the value; a copy from the host is queued |
@@ -19,7 +20,12 @@ been computed. An operation that needs an arriving value, or that removes a leav
 A forward `all` of stage k after backward k+1 takes rerun_seconds[k]: a[k] is not wanted any more.
 
 A schedule that manages weights is one period of a cycle: the same list is run round after round until the state at the
-seam repeats, and its time is the steady period.
+seam repeats, and its time is the steady period. Where it lists updates, backward k leaves the weight gradients g[k] for
+update k; where it does not, the update is done inside backward k.
+
+Side value i is made by any forward of its maker that does not find it on the device, and is needed by every forward and
+backward of its readers. It stays until the backward of its maker, or until it is released: also without a host copy,
+for another forward of the maker makes it again. Its gradient exists from the backward of its last reader on.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from typing import Any, NoReturn, TypeVar
 from lowtide.chain import Chain, as_chain
 from lowtide.errors import ScheduleError, shown
 from lowtide.schedule import (
+    COMPUTATIONS,
     Backward,
     Forward,
     Offload,
@@ -38,6 +45,7 @@ from lowtide.schedule import (
     Prefetch,
     Release,
     Schedule,
+    Update,
     Value,
     as_schedule,
 )
@@ -56,16 +64,16 @@ def simulate(
     bandwidth: int | str | None = None,
     duplex: bool = True,
 ) -> Trace:
-    """Say what a schedule uses on a chain, or refuse it.
+    """Compute the time and peak memory of a schedule on a chain.
 
     Args:
         chain: the network, a `Chain` or its plain data.
         schedule: what to do, a `Schedule` or its plain data.
-        bandwidth: bytes per second each way, for instance `"12GB/s"`; only a schedule without copies does without.
-        duplex: both directions at once; False: they share one channel.
+        bandwidth: bytes per second each way, for instance `"12GB/s"`; needed if the schedule has copies.
+        duplex: copies run in both directions at once; False: they share one channel.
 
     Raises:
-        ScheduleError: where the schedule is illegal, with the operation's index, the operation and the reason.
+        ScheduleError: if the schedule is illegal, with the operation's index, the operation and the reason.
 
     Example:
         >>> from lowtide import Chain, Stage, Schedule, Forward, Backward
@@ -82,8 +90,8 @@ def simulate(
         if schedule.num_stages in (0, chain.num_stages):
             raise
         raise ScheduleError(
-            f"the schedule ({schedule.strategy!r}) is for {shown(schedule.num_stages)} stages, and chain "
-            f"{chain.name!r} has {chain.num_stages}; take the chain that it was made for, or solve this one ({error})",
+            f"the schedule ({schedule.strategy!r}) is for {shown(schedule.num_stages)} stages, but chain "
+            f"{chain.name!r} has {chain.num_stages}; use the chain it was made for, or solve this one ({error})",
             index=error.index,
             operation=error.operation,
         ) from None
@@ -125,11 +133,14 @@ class _Machine:
         self.bandwidth = bandwidth
         self.duplex = duplex
         self.manages_weights = "w" in schedule.manages
-        if self.manages_weights and chain.grads_resident:
+        self.lists_updates = self.manages_weights and schedule.has_updates
+        if self.manages_weights and chain.grads_resident and not self.lists_updates:
             raise ScheduleError(
-                f"chain {chain.name!r} keeps its weight gradients (grads_resident), and the schedule manages weights, "
-                "which applies each update at once; accumulate in a chain without grads_resident"
+                f"chain {chain.name!r} accumulates weight gradients (grads_resident), but the schedule moves weights "
+                "and updates them inside each backward; list the updates as operations, or use a chain without "
+                "grads_resident"
             )
+        self.makes, self.reads, self.last_reads = _side_values_by_stage(chain)
         self.clock = 0.0
         self.channel_free = {"to host": 0.0, "to device": 0.0}
         self.arriving: dict[Value, tuple[float, int]] = {}  # value -> end of its copy, the operation that queued it
@@ -140,6 +151,11 @@ class _Machine:
         for kind, k in schedule.start.device | schedule.start.host:
             if k > chain.num_stages:
                 raise ScheduleError(f"start names {[kind, k]}, but the chain has {chain.num_stages} stages")
+            if kind == "g" and not (self.lists_updates and chain.grads_resident):
+                raise ScheduleError(
+                    f"start names {[kind, k]}, but weight gradients exist at the start only if the chain has "
+                    "grads_resident and the schedule lists updates"
+                )
         for value in schedule.start.device:
             self.stored.put(value, self._bytes_of(value))
         self.begin_round()
@@ -147,7 +163,7 @@ class _Machine:
     # Rounds
 
     def begin_round(self) -> None:
-        """Set up a new period: fresh activations, the same weights, clocks that go on."""
+        """Start a new period: fresh activations, the same weights, clocks that continue."""
         chain, manages = self.chain, self.schedule.manages
         for kept in (self.arriving, self.leaving, self.host):
             for value in [value for value in kept if value[0] not in manages]:
@@ -157,11 +173,14 @@ class _Machine:
             base_bytes += stage.weight_bytes if "w" not in manages else 0
             base_bytes += stage.optimizer_bytes if "opt" not in manages else 0
         resident_bytes = sum(stage.weight_grad_bytes for stage in chain.stages) if chain.grads_resident else 0
-        self.stored.restart(manages, base_bytes, resident_bytes)
+        self.stored.restart(manages, base_bytes, 0 if self.lists_updates else resident_bytes)
+        if self.lists_updates and chain.grads_resident:
+            self._put_resident_gradients()
         self.stored.put(("a", 0), chain.input_bytes)
         self.stored.put(("delta", chain.num_stages), chain.gradient_bytes(chain.num_stages))
         self.next_backward = chain.num_stages
         self.has_run: set[int] = set()
+        self.updated: set[int] = set()
         self.round_start = self.clock
         self.start_by_category = self.stored.by_category
         self.idle = 0.0
@@ -169,20 +188,38 @@ class _Machine:
         self.copies: list[Copy] = []
         self.held: tuple[int, ...] = ()  # the bytes by category at the peak of the operation under way
 
+    def _put_resident_gradients(self) -> None:
+        """Store the weight gradients, except those that start on the host."""
+        start = self.schedule.start
+        for k, stage in enumerate(self.chain.stages, start=1):
+            value = ("g", k)
+            if value in start.host:
+                self.host[value] = 0
+            if value in start.device or value not in start.host:
+                self.stored.put(value, stage.weight_grad_bytes)
+
     def run_round(self) -> None:
         """Run the whole list once."""
         for index, operation in enumerate(self.schedule.operations):
             self._run(index, operation)
         if self.next_backward:
             raise ScheduleError(f"the schedule ends before backward {self.next_backward} has run")
-        start, manages = self.schedule.start, self.schedule.manages
-        device = {value for value in self.stored if value[0] in manages}
-        host = {value for value in self.host if value[0] in manages}
-        for where, end, begin in (("device", device, start.device), ("host", host, start.host)):
+        for k, stage in enumerate(self.chain.stages if self.lists_updates else (), start=1):
+            if stage.weight_grad_bytes and k not in self.updated:
+                raise ScheduleError(
+                    f"the schedule ends before update {k} has run; a schedule that lists updates needs one for each "
+                    "stage with weight gradients"
+                )
+        start = self.schedule.start
+        for where, at_end, at_start in (("device", self.stored, start.device), ("host", self.host, start.host)):
+            # weight gradients are made anew in every period
+            end, begin = (
+                {value for value in there if value[0] in self.schedule.manages} for there in (at_end, at_start)
+            )
             for value in sorted(end ^ begin):
                 first, second = ("end", "start") if value in end else ("start", "end")
                 raise ScheduleError(
-                    f"a schedule that manages weights ends as it starts, but {list(value)} is on the {where} at its "
+                    f"a schedule that moves weights must end as it starts, but {list(value)} is on the {where} at its "
                     f"{first} and not at its {second}"
                 )
 
@@ -223,6 +260,8 @@ class _Machine:
             start, end, peak = self._forward(operation, repeated)
         elif isinstance(operation, Backward):
             start, end, peak = self._backward(operation)
+        elif isinstance(operation, Update):
+            start, end, peak = self._update(operation)
         else:
             if isinstance(operation, Offload):
                 self._offload(operation.value)
@@ -265,16 +304,20 @@ class _Machine:
             self._use_input(k)
         if self.manages_weights:
             self._use(("w", k))
+        for value in self.reads.get(k, ()):
+            self._use(value)
         made, num_bytes = ("a", k), stage.output_bytes
         seconds, extra = stage.forward_seconds, stage.forward_extra_bytes
         if save == "all":
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
             seconds, extra = way.forward_seconds, way.saving_extra_bytes
-            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nobody wants a[k] any more
+            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nothing needs a[k]
                 seconds = way.rerun_seconds
         if made in self.stored:
-            self._refuse(f"{_named(made)} is stored already")
+            self._refuse(f"{_named(made)} is already stored")
+        if k in self.makes:
+            self._make_side_values(k)
         peak = self.stored.total_bytes + num_bytes + extra
         start = self.clock
         self.clock = end = start + seconds
@@ -293,28 +336,74 @@ class _Machine:
         k = operation.stage
         if k != self.next_backward:
             expected = f"backward {self.next_backward} comes next" if self.next_backward else "all have run"
-            self._refuse(f"backwards run once each, from the last stage to the first; {expected}")
+            self._refuse(f"each backward runs once, from the last stage to the first; {expected}")
         stage = self.chain.stages[k - 1]
         self._use(("abar", k))
         self._use_input(k)
-        for kind in self.schedule.manages:
-            self._use((kind, k))
+        self._use_weights(k)
+        for value in self.reads.get(k, ()):
+            self._use(value)
         way = stage.variant(self.variant[k])
         weight_grad = 0 if self.chain.grads_resident else stage.weight_grad_bytes
         gradient = self.chain.gradient_bytes(k - 1)
+        for i, num_bytes in self.last_reads.get(k, ()):
+            self.stored.put(("ds", i), num_bytes)
         peak = self.stored.total_bytes + gradient + weight_grad + way.backward_extra_bytes
         start = self.clock
         self.clock = end = start + way.backward_seconds
         self.stored.put(("delta", k - 1), gradient)
-        if not self.manages_weights:
-            self.stored.add_gradients(weight_grad)
+        self._make_weight_gradients(k, weight_grad)
         self.held = self.stored.by_category
-        for value in (("delta", k), ("abar", k), ("a", k - 1)):
+        for value in (("delta", k), ("abar", k), ("a", k - 1), *self._side_values_of(k)):
             if value in self.stored:
                 self._remove(value)
-        for kind in self.schedule.manages:
-            self.host.pop((kind, k), None)
         self.next_backward -= 1
+        return start, end, peak
+
+    def _use_weights(self, k: int) -> None:
+        """What backward k needs of the values that do not belong to one step alone."""
+        for kind in ("w",) if self.lists_updates else self.schedule.manages:
+            self._use((kind, k))
+        if self.lists_updates and self.chain.grads_resident:
+            self._use(("g", k))
+
+    def _make_weight_gradients(self, k: int, num_bytes: int) -> None:
+        """Account for the weight gradients of backward k, or for the update inside it."""
+        if not self.manages_weights:
+            self.stored.add_gradients(num_bytes)
+        elif not self.lists_updates:
+            for kind in self.schedule.manages:
+                self.host.pop((kind, k), None)
+        elif self.chain.grads_resident:
+            self.host.pop(("g", k), None)
+        else:
+            self.stored.put(("g", k), num_bytes)
+
+    def _make_side_values(self, k: int) -> None:
+        """Add the side values of forward k if they are not stored; after backward k nothing needs them."""
+        for i, num_bytes in self.makes[k] if k <= self.next_backward else ():
+            if ("s", i) not in self.stored:
+                self.stored.put(("s", i), num_bytes)
+
+    def _side_values_of(self, k: int) -> list[Value]:
+        """The side values that stage k makes, and their gradients."""
+        return [(kind, i) for i, _ in self.makes.get(k, ()) for kind in ("s", "ds")]
+
+    def _update(self, operation: Update) -> tuple[float, float, int]:
+        k = operation.stage
+        if k <= self.next_backward:
+            self._refuse(f"update {k} must come after backward {k}, which has not run")
+        if k in self.updated:
+            self._refuse(f"each update runs once, and update {k} has already run")
+        for kind in ("g", *self.schedule.manages):
+            self._use((kind, k))
+        start, peak = self.clock, self.stored.total_bytes
+        self.clock = end = start + self.chain.stages[k - 1].update_seconds
+        self.held = self.stored.by_category
+        self._remove(("g", k))
+        for kind in ("g", *self.schedule.manages):
+            self.host.pop((kind, k), None)
+        self.updated.add(k)
         return start, end, peak
 
     def _offload(self, value: Value) -> None:
@@ -326,16 +415,16 @@ class _Machine:
 
     def _release(self, value: Value) -> None:
         self._use(value)
-        if value not in self.host:
+        if value not in self.host and value[0] != "s":  # a forward of its maker makes a side value again
             self._refuse(f"{_named(value)} has no current copy on the host; offload it first")
         self.held = self.stored.by_category
         self._remove(value)
 
     def _prefetch(self, value: Value) -> None:
         if value in self.stored:
-            self._refuse(f"{_named(value)} is on the device already")
+            self._refuse(f"{_named(value)} is already on the device")
         if value not in self.host:
-            self._refuse(f"{_named(value)} has no current copy on the host to fetch")
+            self._refuse(f"{_named(value)} has no current copy on the host; offload it before you prefetch it")
         if value[0] == "abar":
             self.variant[value[1]] = self.host[value]
         num_bytes = self._bytes_of(value)
@@ -344,21 +433,26 @@ class _Machine:
 
     def _await(self, value: Value) -> None:
         if value not in self.stored:
-            self._refuse(f"{_named(value)} is not on the device and not on its way; prefetch it first")
+            self._refuse(f"{_named(value)} is neither on the device nor on its way; prefetch it first")
         self._use(value)
 
     # Pieces of operations
 
     def _check_stage(self, operation: Operation) -> None:
-        if operation.stage > self.chain.num_stages:
+        kind = None if isinstance(operation, COMPUTATIONS) else operation.kind
+        if kind == "s" and operation.stage > len(self.chain.side_values):
+            self._refuse(f"the chain has {len(self.chain.side_values)} side values")
+        if kind != "s" and operation.stage > self.chain.num_stages:
             self._refuse(f"the chain has {self.chain.num_stages} stages")
-        if not isinstance(operation, Forward | Backward):
-            kind = operation.kind
-            if kind in ("w", "opt") and kind not in self.schedule.manages:
-                self._refuse(f'the schedule does not manage "{kind}"')
+        if kind in ("w", "opt") and kind not in self.schedule.manages:
+            self._refuse(f'the schedule does not manage "{kind}"')
+        if kind == "g" and not self.lists_updates:
+            self._refuse("weight gradients can be moved only in a schedule that lists updates")
+        if not self.manages_weights and isinstance(operation, Update):
+            self._refuse('only a schedule that manages weights lists updates ("manages": ["w"] or ["w", "opt"])')
 
     def _use(self, value: Value) -> None:
-        """Need a value on the device; wait for it where it is still arriving."""
+        """Require a value on the device; wait if it is still arriving."""
         if value not in self.stored:
             self._refuse(f"{_named(value)} is not on the device")
         if value in self.arriving:
@@ -367,7 +461,7 @@ class _Machine:
             self.stored.settle(value)
 
     def _use_input(self, k: int) -> None:
-        """Need a[k-1], by itself or inside abar[k-1], whichever is there first."""
+        """Require a[k-1], on its own or inside abar[k-1], whichever is there first."""
         present = [value for value in (("a", k - 1), ("abar", k - 1)) if value in self.stored]
         if not present:
             missing = f"neither a[{k - 1}] nor abar[{k - 1}] is" if k > 1 else "a[0] is not"
@@ -384,8 +478,8 @@ class _Machine:
         """Queue a copy and return its end."""
         if not self.bandwidth:
             self._refuse(
-                f"a copy needs a bandwidth above 0, and {self.bandwidth or 'none'} was given; give one (--bandwidth "
-                "12GB/s, or bandwidth=)"
+                f"a copy needs a bandwidth above 0, but {self.bandwidth or 'none'} was given; pass "
+                "--bandwidth 12GB/s, or bandwidth= in Python"
             )
         start = max(self.channel_free[direction], self.clock)
         end = start + num_bytes / self.bandwidth
@@ -395,7 +489,7 @@ class _Machine:
         return end
 
     def _remove(self, value: Value) -> None:
-        """Let a value go from the device, once no copy reads or writes it any more."""
+        """Free a value on the device once no copy reads or writes it."""
         if value in self.leaving:
             self._wait(*self.leaving.pop(value))
         if value in self.arriving:
@@ -406,14 +500,32 @@ class _Machine:
         kind, k = value
         if kind == "a":
             return self.chain.activation_bytes(k)
+        if kind == "s":
+            return self.chain.side_values[k - 1].num_bytes
         stage = self.chain.stages[k - 1]
         if kind == "abar":
             return stage.variant(self.variant.get(k, 0)).saved_bytes
-        return stage.weight_bytes if kind == "w" else stage.optimizer_bytes
+        return {"w": stage.weight_bytes, "opt": stage.optimizer_bytes, "g": stage.weight_grad_bytes}[kind]
 
     def _refuse(self, reason: str) -> NoReturn:
         listed = self.operation.to_list()
         raise ScheduleError(f"operation {self.index}, {shown(listed)}: {reason}", index=self.index, operation=listed)
+
+
+_Sized = dict[int, list[tuple[int, int]]]
+
+
+def _side_values_by_stage(chain: Chain) -> tuple[_Sized, dict[int, list[Value]], _Sized]:
+    """By stage: what it makes, with bytes; what it reads; and what it is the last to read, with a gradient's bytes."""
+    makes: _Sized = {}
+    reads: dict[int, list[Value]] = {}
+    last_reads: _Sized = {}
+    for i, side in enumerate(chain.side_values, start=1):
+        makes.setdefault(side.maker, []).append((i, side.num_bytes))
+        last_reads.setdefault(side.readers[-1], []).append((i, side.grad_bytes))
+        for k in side.readers:
+            reads.setdefault(k, []).append(("s", i))
+    return makes, reads, last_reads
 
 
 _Timed = TypeVar("_Timed", Step, Copy)

@@ -1,11 +1,11 @@
-"""What the simulator saw: every operation and every copy, with its times and bytes. Pictures need nothing else."""
+"""What the simulator saw: every operation and every copy, with its times and bytes; figures need nothing else."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from lowtide.schedule import Backward, Forward, Operation, Value
+from lowtide.schedule import COMPUTATIONS, Operation, Update, Value
 from lowtide.units import format_bytes, format_seconds
 
 # What the stored bytes consist of, in the order of `Step.stored_by_category`. "in flight" are values between an offload
@@ -36,7 +36,7 @@ class Step:
     start_seconds: float
     end_seconds: float
     idle_seconds: float
-    """How long compute waited because of this operation, before it or (to let a value go) after it."""
+    """How long compute waited because of this operation, before it or (to free a value) after it."""
     waits_for: int | None
     """The operation whose copy it waited for, where it waited."""
     stored_before_bytes: int
@@ -45,9 +45,9 @@ class Step:
     stored_by_category: tuple[int, ...]
     """The stored bytes afterwards, in the order of `CATEGORIES`."""
     peak_by_category: tuple[int, ...]
-    """What is stored at the peak, in the same order; what is missing to `peak_bytes` is transient."""
+    """What is stored at the peak, in the same order; the rest of `peak_bytes` is transient."""
     repeated: bool
-    """A forward of a stage that has run forward before."""
+    """Whether this is a forward of a stage that has run before."""
 
     @property
     def transient_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a schedule uses on a chain: totals, and every operation and copy for pictures.
+    """The time and memory of a schedule: totals, and every operation and copy.
 
     For a schedule that manages weights, `seconds` is the steady period and the steps are those of the last simulated
     round, with times from its beginning; a copy that crossed the seam may start before 0.
@@ -80,9 +80,14 @@ class Trace:
     def compute_seconds(self) -> float:
         """The time of all computations."""
         return math.fsum(
-            step.end_seconds - step.start_seconds
-            for step in self.steps
-            if isinstance(step.operation, Forward | Backward)
+            step.end_seconds - step.start_seconds for step in self.steps if isinstance(step.operation, COMPUTATIONS)
+        )
+
+    @property
+    def update_seconds(self) -> float:
+        """The time of the optimizer steps among them."""
+        return math.fsum(
+            step.end_seconds - step.start_seconds for step in self.steps if isinstance(step.operation, Update)
         )
 
     @property
@@ -92,7 +97,7 @@ class Trace:
 
     @property
     def num_recomputed(self) -> int:
-        """How many forwards run again what has run before."""
+        """How many forwards are recomputations."""
         return sum(step.repeated for step in self.steps)
 
     @property

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from benchmarks import variant_picture, variants
+from benchmarks import variant_figure, variants
 from benchmarks.peer_claim import Row
 
 import lowtide
@@ -45,6 +45,6 @@ def test_the_committed_results_are_what_their_figures_give(tmp_path):
 
 def test_every_way_is_in_the_picture():
     ways = [row["way"] for row in json.loads((variants.RESULTS / "variants-h200.json").read_text())["rows"]]
-    curves = [(prefix, suffix) for prefix, suffix, *_ in variant_picture._CURVES]
+    curves = [(prefix, suffix) for prefix, suffix, *_ in variant_figure._CURVES]
     missing = {way for way in ways if not any(way.startswith(p) and way.endswith(s) for p, s in curves)}
     assert missing == {"everything stored, through lowtide"}  # upon the point of compiled blocks

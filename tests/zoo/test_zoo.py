@@ -94,8 +94,8 @@ def test_other_types_and_results_without_labels() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(sample["tokens"]).shape == (1, 8, 50)
     model, sample = zoo.make("inception_v3", **SMALL["inception_v3"])
-    assert model(sample["pictures"]).shape == (2, 1000)
-    assert model.eval()(sample["pictures"]).shape == (2, 1000)
+    assert model(sample["images"]).shape == (2, 1000)
+    assert model.eval()(sample["images"]).shape == (2, 1000)
 
 
 def test_wrong_names_and_sizes_are_refused() -> None:

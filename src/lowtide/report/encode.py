@@ -20,11 +20,12 @@ from lowtide.report.palette import LAYER_TITLES, LAYERS
 from lowtide.report.stages import FATES, stage_uses
 from lowtide.report.survey import Plan, Survey
 from lowtide.report.timeline import Span, spans
-from lowtide.schedule import KINDS, SAVES, Backward, Forward, Operation
+from lowtide.schedule import KINDS, SAVES, Backward, Forward, Operation, Update
 
-# What an operation is, by the number that stands for it: forwards by what they save, backward, then transfers.
+# What an operation is, by the number that stands for it: forwards by what they save, backward, update, then transfers.
 VERBS = ("offload", "release", "prefetch", "await")
-CODES = (*(f"forward {save}" for save in SAVES), "backward", *(f"{verb} {kind}" for verb in VERBS for kind in KINDS))
+_TRANSFERS = tuple(f"{verb} {kind}" for verb in VERBS for kind in KINDS)
+CODES = (*(f"forward {save}" for save in SAVES), "backward", "update", *_TRANSFERS)
 _CODE_OF = {name: code for code, name in enumerate(CODES)}
 
 # Times are kept to this share of a step: finer than any screen.
@@ -109,6 +110,7 @@ def _chain(chain: Chain) -> dict[str, Any]:
         "plainSeconds": chain.compute_seconds,
         "provenance": {key: str(value) for key, value in chain.provenance.items()},
         "names": [stage.name for stage in chain.stages],
+        "sides": [side.name for side in chain.side_values],
         "variants": [[variant.name for variant in stage.variants] for stage in chain.stages],
         **{name: [getattr(stage, field) for stage in chain.stages] for name, field in columns.items()},
     }
@@ -174,4 +176,6 @@ def _code_name(operation: Operation) -> str:
         return f"forward {operation.save}"
     if isinstance(operation, Backward):
         return "backward"
+    if isinstance(operation, Update):
+        return "update"
     return f"{operation.verb} {operation.kind}"

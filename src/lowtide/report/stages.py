@@ -29,7 +29,7 @@ class StageUse:
     variant: int
     """The variant that its backward runs as."""
     moved_bytes: int
-    """All bytes of the stage that are copied, activations and weights, both ways."""
+    """All bytes of the stage that are copied, activations, side values and weights, both ways."""
 
 
 def stage_uses(chain: Chain, schedule: Schedule, trace: Trace) -> tuple[StageUse, ...]:
@@ -48,7 +48,8 @@ def stage_uses(chain: Chain, schedule: Schedule, trace: Trace) -> tuple[StageUse
             offloaded.add(operation.value)
     moved: Counter[int] = Counter()
     for copy in trace.copies:
-        moved[copy.value[1]] += copy.num_bytes
+        kind, k = copy.value
+        moved[chain.side_value(k).maker if kind == "s" else k] += copy.num_bytes
     return tuple(
         StageUse(num_forwards[k], _fate(k, first, offloaded), variants.get(k, 0), moved[k])
         for k in range(1, chain.num_stages + 1)

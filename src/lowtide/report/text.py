@@ -134,7 +134,7 @@ def _heading(chain: Chain, trace: Trace, strategy: str, memory_budget: int | Non
             ("fits" if fits else "does not fit", "bold green" if fits else "bold red"),
             (f": {peak} of {format_bytes(memory_budget)} ({share:.0f} %)", ""),
         )
-    plain = chain.compute_seconds
+    plain = chain.compute_seconds + trace.update_seconds
     cost = f"step {format_seconds(trace.seconds)}"
     if plain:
         cost += f", {100 * (trace.seconds / plain - 1):.1f} % above plain training ({format_seconds(plain)})"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lowtide.schedule import Backward, Forward
+from lowtide.schedule import COMPUTATIONS, Backward, Forward, Update
 from lowtide.trace import Step, Trace
 
-# What compute does: in `Span.phase`, and the names of their colours in the palette.
+# What compute does: in `Span.phase`, and the names of their colours in the palette. Optimizer steps go with backward.
 PHASES = ("forward", "recompute", "backward")
 
 
@@ -34,7 +34,7 @@ class Span:
     def phase(self) -> str | None:
         """One of `PHASES`; None for what does not compute."""
         operation = self.step.operation
-        if isinstance(operation, Backward):
+        if isinstance(operation, Backward | Update):
             return "backward"
         if isinstance(operation, Forward):
             return "recompute" if self.step.repeated else "forward"
@@ -65,7 +65,7 @@ def spans(trace: Trace) -> list[Span]:
     clock, before = 0.0, (*trace.start_by_category, 0)
     rounding = 1e-12 * trace.seconds  # a wait that is lost in rounding is none
     for step in trace.steps:
-        if isinstance(step.operation, Forward | Backward):
+        if isinstance(step.operation, COMPUTATIONS):
             start, end = step.start_seconds, step.end_seconds
             if start - clock <= rounding:
                 start = clock

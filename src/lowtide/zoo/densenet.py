@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lowtide.zoo.pictures import Classifier, with_batch
+from lowtide.zoo.images import Classifier, with_batch
 
 
 class DenseLayer(nn.Module):
-    """A bottleneck that reads all that came before it in its block."""
+    """A bottleneck that reads everything before it in its block."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DenseNet(nn.Module):
         self.classifier = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, classes) of pictures (batch, 3, height, width)."""
+        """Logits (batch, classes) of images (batch, 3, height, width)."""
         return self.classifier(torch.flatten(F.adaptive_avg_pool2d(self.features(x), 1), 1))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lowtide.zoo.pictures import Classifier, with_batch
+from lowtide.zoo.images import Classifier, with_batch
 
 Size = int | tuple[int, int]
 
@@ -134,7 +134,7 @@ class Inception(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(), nn.Linear(2048, classes))
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (batch, classes) of pictures (batch, 3, height, width); training needs 299 pixels a side."""
+        """Logits (batch, classes) of images (batch, 3, height, width); training needs 299 pixels a side."""
         x = self.first(self.stem(x))
         auxiliary = self.auxiliary(x) if self.training else None
         logits = self.head(self.second(x))
@@ -144,11 +144,11 @@ class Inception(nn.Module):
 class InceptionClassifier(Classifier):
     """With both classifiers' losses."""
 
-    def forward(self, pictures: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Classify pictures (batch, channels, height, width)."""
-        result = self.network(pictures)
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Classify images (batch, channels, height, width)."""
+        result = self.network(images)
         if not isinstance(result, tuple):
-            return super().forward(pictures, labels)
+            return super().forward(images, labels)
         logits, auxiliary = result
         if labels is None:
             return logits

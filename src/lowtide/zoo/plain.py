@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lowtide.zoo.pictures import Classifier, with_batch
+from lowtide.zoo.images import Classifier, with_batch
 
 _VGG19 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512, 0)  # 0: pooling
 

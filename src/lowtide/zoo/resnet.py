@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lowtide.zoo.pictures import Classifier, with_batch
+from lowtide.zoo.images import Classifier, with_batch
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -109,7 +109,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, classes) of pictures (batch, 3, height, width)."""
+        """Logits (batch, classes) of images (batch, 3, height, width)."""
         x = self.end(self.blocks(self.stem(x)))
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 

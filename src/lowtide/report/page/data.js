@@ -75,7 +75,7 @@ function piecesOverOperations(plan) {
 function piecesOverTime(plan, numLayers) {
   const pieces = [];
   for (let i = 0; i < plan.count; i += 1) {
-    const isTransfer = plan.effects[i].code > 3;
+    const isTransfer = plan.effects[i].code > 4;
     if (plan.start[i] > plan.begin[i]) pieces.push([plan.start[i], i, "before"]);
     // What is waited for is still in flight: a transfer that waits changes nothing before the wait is over.
     if (!isTransfer || plan.finish[i] === plan.begin[i]) pieces.push([plan.end[i], i, "during"]);
@@ -121,10 +121,11 @@ function pointAt(points, bytes) {
 // Words for operations and values.
 
 function valueWords(data, kind, stage) {
+  if (kind === "s") return data.chain.sides[stage - 1];
   if (stage === 0) return "the input";
   const name = data.chain.names[stage - 1];
   return { a: `the output of ${name}`, abar: `what ${name} saved`, w: `the weights of ${name}`,
-    opt: `the optimizer state of ${name}` }[kind];
+    opt: `the optimizer state of ${name}`, g: `the weight gradients of ${name}` }[kind];
 }
 
 function operationWords(data, effect) {
@@ -135,6 +136,7 @@ function operationWords(data, effect) {
     return `Forward${effect.repeated ? " again" : ""} of ${name}${variant}`;
   }
   if (verb === "backward") return `Backward of ${name}`;
+  if (verb === "update") return `Optimizer step of ${name}`;
   const value = valueWords(data, what, effect.stage);
   return { offload: `Start copying ${value} to the host`, release: `Let ${value} go from the device`,
     prefetch: `Start copying ${value} back`, await: `Wait until ${value} has arrived` }[verb];
@@ -155,7 +157,7 @@ function waitWords(data, plan, index) {
 }
 
 function phaseOf(effect) {
-  if (effect.code > 3) return null;
-  if (effect.code === 3) return "backward";
+  if (effect.code > 4) return null;
+  if (effect.code >= 3) return "backward"; // 4: an optimizer step
   return effect.repeated ? "recompute" : "forward";
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
 from lowtide.runtime.model.split import Split, StageSplit
-from lowtide.schedule import Backward, Forward, Operation, Release, Schedule, Value
+from lowtide.schedule import COMPUTATIONS, Backward, Forward, Operation, Release, Schedule, Value
 
 # What may stand in two forwards one after the other, the first of stage k and the second of stage k+1. Both are made
 # again as one where both are let go and a[k] with them, and saved as one where all is saved.
@@ -98,7 +98,7 @@ def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
             joined.discard(before.stage - 1)
         if isinstance(after, Backward) and before != Backward(after.stage + 1):
             joined.discard(after.stage)
-        if after is not None and not isinstance(after, Forward | Backward):
+        if after is not None and not isinstance(after, COMPUTATIONS):
             joined -= _apart(after.value)
     return joined - _readers_of_released(operations)
 

@@ -19,7 +19,7 @@ from enum import Enum
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.execute.coarse import Coarse
-from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
+from lowtide.schedule import COMPUTATIONS, Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
 
 
 class Mode(Enum):
@@ -121,6 +121,12 @@ class Program:
         )
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The stages of which a recomputation saves what backward needs."""
+        forwards = ((index, op) for index, op in enumerate(self.operations) if isinstance(op, Forward))
+        return tuple(sorted({op.stage for i, op in forwards if op.save == "all" and self.first[op.stage] != i}))
+
+    @property
     def unwatched(self) -> frozenset[int]:
         """The stages that autograd looks after alone: nothing needs to be known of what they make."""
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
@@ -166,7 +172,7 @@ def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple
     for later in operations[index + 1 : backward[k]]:
         if isinstance(later, Forward) and later.stage == k:
             return False
-        if not isinstance(later, Forward | Backward) and later.value in (("a", k - 1), ("abar", k - 1)):
+        if not isinstance(later, COMPUTATIONS) and later.value in (("a", k - 1), ("abar", k - 1)):
             return False
     return True
 
