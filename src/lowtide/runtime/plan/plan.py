@@ -257,6 +257,8 @@ class Plan:
             memory_budget=self.memory_budget,
             bandwidth=self._part.bandwidth or None,
             measured=measured if measured.seconds or measured.peak_bytes else None,
+            notes=self.notes,
+            is_attached=True,
             patience_seconds=patience_seconds,
             progress=progress,
         )
