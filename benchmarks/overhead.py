@@ -1,11 +1,11 @@
-"""What the executor's own code costs on the CPU, per stage that runs again.
+"""What the executor's own code costs on the CPU, per recomputed stage.
 
     python -m benchmarks.overhead            # half a minute anywhere
 
 On a GPU the time that Python needs to launch a step is hidden as long as it is shorter than the step. Tiny tensors on
 one core show it bare: from the time of a step under a schedule the time of plain training and of the forwards that run
-again is taken away; what is left is divided by the number of stages that ran again. Under `offload` every stage but
-the last leaves and comes back, and nothing runs again; nothing is copied, so that what is left is the bookkeeping.
+again is taken away; what is left is divided by the number of recomputed stages. Under `offload` every stage but
+the last leaves and comes back, and nothing is recomputed; nothing is copied, so that what is left is the bookkeeping.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def offloading(num_stages: int) -> lowtide.Schedule:
 
 
 def repeated_share(chain: lowtide.Chain, schedule: lowtide.Schedule) -> float:
-    """The time of the forwards that run again, as a share of one forward of everything."""
+    """The time of the recomputed forwards, as a share of one forward of everything."""
     forwards = [op.stage for op in schedule.operations if isinstance(op, lowtide.Forward)]
     seconds = [chain.stages[k - 1].forward_seconds for k in forwards]
     return sum(seconds) / sum(stage.forward_seconds for stage in chain.stages) - 1

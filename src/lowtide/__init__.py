@@ -38,9 +38,10 @@ from lowtide.trace import Trace
 if TYPE_CHECKING:
     from lowtide.runtime.execute.executor import is_recomputing
     from lowtide.runtime.fitting.estimate import Estimate, estimate
-    from lowtide.runtime.fitting.fit import fit, load_plan
+    from lowtide.runtime.fitting.fit import fit
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
+    from lowtide.runtime.plan.load import load_plan
     from lowtide.runtime.plan.plan import Plan
 
 # What imports torch is imported when it is first used.
@@ -52,7 +53,7 @@ _LAZY = {
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
-    "load_plan": "lowtide.runtime.fitting.fit",
+    "load_plan": "lowtide.runtime.plan.load",
 }
 
 __version__ = "0.1.0"

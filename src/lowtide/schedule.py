@@ -76,7 +76,7 @@ class Update:
     stage: int
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["update", self.stage]
 
 

@@ -312,7 +312,7 @@ class _Machine:
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
             seconds, extra = way.forward_seconds, way.saving_extra_bytes
-            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nobody wants a[k] any more
+            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nothing needs a[k]
                 seconds = way.rerun_seconds
         if made in self.stored:
             self._refuse(f"{_named(made)} is already stored")
@@ -447,7 +447,7 @@ class _Machine:
         if kind in ("w", "opt") and kind not in self.schedule.manages:
             self._refuse(f'the schedule does not manage "{kind}"')
         if kind == "g" and not self.lists_updates:
-            self._refuse("weight gradients are values of their own only in a schedule that lists updates")
+            self._refuse("weight gradients can be moved only in a schedule that lists updates")
         if not self.manages_weights and isinstance(operation, Update):
             self._refuse('only a schedule that manages weights lists updates ("manages": ["w"] or ["w", "opt"])')
 

@@ -31,7 +31,7 @@ class WeightsGreedy:
 
     Args:
         discount: one copy to the host may serve two fetches, since a forward does not change its weights. False: each
-            fetch is paid with a copy out of its own (the paper's Greedy*).
+            fetch needs its own copy out (the paper's Greedy*).
 
     Example:
         >>> from lowtide import Chain, Stage, solve

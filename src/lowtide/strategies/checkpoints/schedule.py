@@ -14,8 +14,8 @@ def checkpoint_schedule(strategy: str, chain: Chain, checkpoints: Sequence[int])
     """The schedule that keeps the outputs `checkpoints` (0 and n included) and recomputes each segment once.
 
     Segments run forward one after the other, the last with all that it saves; then, from the last to the first, each is
-    run again with all that it saves and passed backward. A segment of one stage that saves its output only is saved the
-    first time: that takes no more memory than its checkpoint.
+    recomputed with everything it saves, then run backward. A segment of one stage that saves only its output is saved
+    the first time: that takes no more memory than its checkpoint.
     """
     segments = [range(h + 1, i + 1) for h, i in pairwise(checkpoints)]
     operations: list[Operation] = []
