@@ -140,7 +140,7 @@ def run_in_a_group(rank: int, folder: str) -> None:
     x, y = given["loader"][0]
     least = least_budget(lowtide.fit, given["model"], x, optimizer="adamw", loss=lambda out: given["loss_fn"](out, y))
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    # A group is told of a plan, and not of the least budget. The second plan finds the optimizer of the first in memory.
+    # A group is not told the least budget. The second plan finds the optimizer of the first in memory.
     lowtide.fit = recomputing(made, least + 2 * x.nbytes)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     run(DOCS / "recipes" / "distributed.md", {**given, "mesh": mesh}, made)
@@ -213,10 +213,13 @@ def test_recipe(name, plans):
     run(DOCS / "recipes" / f"{name}.md", GIVEN[name](), plans)
 
 
+@pytest.mark.slow
 def test_recipe_for_several_processes(tmp_path):
     root = DOCS.parent
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
-    lines = [f"from tests.test_recipes import run_in_a_group; run_in_a_group({rank}, {str(tmp_path)!r})" for rank in range(2)]
+    lines = [
+        f"from tests.test_recipes import run_in_a_group; run_in_a_group({rank}, {str(tmp_path)!r})" for rank in range(2)
+    ]
     running = [
         subprocess.Popen([sys.executable, "-c", line], env=environment, stderr=subprocess.PIPE, text=True)
         for line in lines
