@@ -1,4 +1,4 @@
-"""How many bytes the tensors of a device use, now and at most.
+"""Measures how many bytes the tensors of a device use, now and at most.
 
 On CUDA the figures are the caching allocator's own. On the CPU there is no such allocator: there every operation is
 watched, each storage is counted once from the moment it is made until the last tensor, saved or not, lets it go, and
@@ -75,7 +75,7 @@ class Meter:
     def __init__(self, device: torch.device | str, *, search: bool = True) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu and cuda")
+            raise ValueError(f"cannot measure the memory of device {str(self.device)!r}; use cpu or cuda")
         self._account: _Account = _CudaAccount(self.device) if self.device.type == "cuda" else _CpuAccount(search)
         self._final: tuple[int, int] | None = None
         self.start_bytes = 0
