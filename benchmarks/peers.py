@@ -45,7 +45,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.compile.compiled import Compilation
-from lowtide.runtime.fitting import planning
+from lowtide.runtime.fitting import trials
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -96,8 +96,8 @@ def fill(row: Row, timed: harness.Timed) -> None:
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
-    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), planning.measured_for
+    """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
+    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), trials.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
         key = id(model), settings.compilation is not None
@@ -108,11 +108,11 @@ def measured_once() -> Iterator[None]:
         split, chain, compilation = measured[key]
         return split, (chain, None if compilation is None else compilation.of(model, split))
 
-    planning.measured_for = remembering
+    trials.measured_for = remembering
     try:
         yield
     finally:
-        planning.measured_for = plain
+        trials.measured_for = plain
 
 
 def measure_lowtide(
@@ -248,9 +248,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
-    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
+    parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
-    parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
+    parser.add_argument("--largest-batch", action="store_true", help="search the largest batch within limits instead")
     parser.add_argument(
         "--limits", nargs="*", type=written_bytes, default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch"
     )

@@ -24,7 +24,7 @@ from lowtide import (
 )
 from lowtide.solve import applicable
 from lowtide.strategies import store_all
-from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.base import Answer, Problem, find
 
 CHAIN = Chain("three", tuple(Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in (1, 2, 3)))
 
@@ -53,7 +53,7 @@ def test_auto_never_loses_to_a_strategy_that_it_could_have_chosen(chain: Chain, 
             with pytest.raises(InfeasibleBudgetError):
                 solve(chain, memory_budget=budget, bandwidth=bandwidth)
             continue
-        chosen = solve(chain, memory_budget=budget, bandwidth=bandwidth)
+        chosen = solve(chain, memory_budget=budget, bandwidth=bandwidth, manage_weights=True)
         assert chosen.seconds <= min(alone.values()) * (1 + 1e-12)
         assert chosen.peak_bytes <= budget
 
@@ -64,7 +64,16 @@ def test_auto_also_moves_what_goes_with_weights_where_these_have_no_bytes(what: 
     alone = solve(chain, memory_budget=20, strategy="weights-greedy", bandwidth=10)
     with pytest.raises(InfeasibleBudgetError):
         solve(chain, memory_budget=20, strategy="pofo", bandwidth=10)
-    assert solve(chain, memory_budget=20, bandwidth=10).seconds <= alone.seconds
+    assert solve(chain, memory_budget=20, bandwidth=10, manage_weights=True).seconds <= alone.seconds
+
+
+def test_auto_offers_what_can_be_executed() -> None:
+    chain = Chain("four", tuple(Stage(str(k), 1.0, 2.0, 1, 40, weight_bytes=2) for k in range(4)))
+    budget = solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes - 1
+    assert solve(chain, memory_budget=budget, bandwidth=10, manage_weights=True).schedule.manages
+    found = solve(chain, memory_budget=budget, bandwidth=10)
+    assert not found.schedule.manages
+    assert all(find(candidate.strategy).executable for candidate in found.candidates)
 
 
 def test_auto_works_from_the_least_of_all_budgets_on() -> None:
@@ -164,7 +173,7 @@ def test_an_answer_above_the_budget_never_leaves(monkeypatch: pytest.MonkeyPatch
         return Answer(Schedule("store-all", solve(CHAIN, memory_budget="1MB", strategy="rotor").schedule.operations))
 
     monkeypatch.setattr(store_all.StoreAll, "plan", too_large)
-    with pytest.raises(AssertionError, match="a defect of lowtide"):
+    with pytest.raises(AssertionError, match="this is a bug in lowtide"):
         solve(CHAIN, memory_budget=100, strategy="store-all")
 
 

@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 
 from lowtide.errors import UnitError
-from lowtide.units import format_bandwidth, format_bytes, format_seconds, parse_bandwidth, parse_bytes
+from lowtide.units import (
+    format_bandwidth,
+    format_bytes,
+    format_seconds,
+    parse_bandwidth,
+    parse_budget,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +27,17 @@ from lowtide.units import format_bandwidth, format_bytes, format_seconds, parse_
         ("3kB", 3000),
         ("0.1GB", 10**8),  # in binary floating point this would be one less
         ("1TiB", 2**40),
+        ("8G", 8 * 2**30),
+        ("8g", 8 * 2**30),
+        ("8Gi", 8 * 2**30),
+        ("8gib", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("8 GB", 8 * 10**9),
+        ("8gb", 8 * 10**9),
+        ("512m", 512 * 2**20),
+        ("1.5 T", 3 * 2**39),
+        ("3KB", 3000),
+        ("7b", 7),
     ],
 )
 def test_bytes(given, num_bytes):
@@ -27,11 +45,28 @@ def test_bytes(given, num_bytes):
 
 
 @pytest.mark.parametrize(
-    "wrong", [1.5, "1.5", "", "GiB", "-1", -1, "8 gib", "8GiB/s", "1e9", True, None, "8GiBB", "٣GiB"]
+    "wrong", [1.5, "1.5", "", "GiB", "-1", -1, "8 gi b", "8GiB/s", "1e9", True, None, "8GiBB", "٣GiB"]
 )
 def test_what_is_not_a_number_of_bytes_is_refused_with_the_right_spelling(wrong):
     with pytest.raises(UnitError, match="8GiB"):
         parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("given", [8, "8", " 24 ", 512, np.int64(80)])
+def test_a_budget_that_is_a_count_of_gib_is_asked_about(given):
+    with pytest.raises(UnitError, match=f"did you mean '{int(given)}GiB'"):
+        parse_budget(given)
+
+
+@pytest.mark.parametrize("given", [0, 1, 513, 1000, "8B", "8GiB", "2 kB"])
+def test_any_other_budget_is_what_it_says(given):
+    assert parse_budget(given) == parse_bytes(given)
+
+
+@pytest.mark.parametrize("given", [8.0, 1.5, "1.5"])
+def test_a_budget_that_is_a_bare_float_is_refused(given):
+    with pytest.raises(UnitError, match="is not a number of bytes; write it like"):
+        parse_budget(given)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +76,7 @@ def test_bandwidth(given, rate):
     assert parse_bandwidth(given) == rate
 
 
-@pytest.mark.parametrize("wrong", ["12GB", 1.0, "fast", "12/s", "1.5", -3, False])
+@pytest.mark.parametrize("wrong", ["12GB", "12Gb/s", "12G/s", 1.0, "fast", "12/s", "1.5", -3, False])
 def test_what_is_not_a_bandwidth_is_refused(wrong):
     with pytest.raises(UnitError, match="12GB/s"):
         parse_bandwidth(wrong)

@@ -1,7 +1,7 @@
-"""lowtide trains PyTorch networks that do not fit.
+"""Train PyTorch networks under a memory budget.
 
-State one number, the device memory you have; lowtide measures each stage of the model, computes the fastest schedule of
-recomputation and offloading that stays under it, and runs it inside your unchanged training loop.
+Give lowtide the device memory you have. It measures each stage of the model, computes the fastest schedule of
+recomputation and offloading within that budget, and runs it inside your unchanged training loop.
 
     plan = lowtide.fit(model, (x,), memory_budget="8GiB")
 """
@@ -37,9 +37,10 @@ from lowtide.trace import Trace
 
 if TYPE_CHECKING:
     from lowtide.runtime.execute.executor import is_recomputing
-    from lowtide.runtime.fitting.fit import fit, load_plan
+    from lowtide.runtime.fitting.fit import fit
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
+    from lowtide.runtime.plan.load import load_plan
     from lowtide.runtime.plan.plan import Plan
 
 # What imports torch is imported when it is first used.
@@ -49,7 +50,7 @@ _LAZY = {
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
-    "load_plan": "lowtide.runtime.fitting.fit",
+    "load_plan": "lowtide.runtime.plan.load",
 }
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.solve import Progress, applicable, solve
-from lowtide.strategies.base import AUTO, Entry, find
+from lowtide.strategies.base import AUTO, GIVE_BANDWIDTH, Entry, find
 from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 
 # From the least feasible budget to that of plain training, both included: as many as a table on a terminal shows.
@@ -44,8 +44,11 @@ class BudgetComparison:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest, the one with the lower peak among equals: what `auto` takes. None where nothing fits."""
-        feasible = [outcome for outcome in self.outcomes if outcome.feasible]
+        """The fastest that can be executed, the one with the lower peak among equals: what `auto` takes.
+
+        None where nothing fits.
+        """
+        feasible = [outcome for outcome in self.outcomes if outcome.feasible and find(outcome.strategy).executable]
         return min(feasible, key=lambda outcome: (outcome.seconds, outcome.peak_bytes), default=None)
 
 
@@ -140,7 +143,7 @@ def _entries(chain: Chain, bandwidth: int, strategies: Sequence[str]) -> list[En
     entries = [find(name) for name in dict.fromkeys(strategies)]
     for entry in entries:
         if entry.moves and not bandwidth:
-            raise StrategyError(f"strategy {entry.name!r} moves values; give a bandwidth such as 12GB/s")
+            raise StrategyError(f"strategy {entry.name!r} moves values; {GIVE_BANDWIDTH}")
     return entries
 
 

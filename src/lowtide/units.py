@@ -1,7 +1,7 @@
 """Bytes and bandwidths as people write them: the only place that parses or prints them.
 
->>> parse_bytes("8GiB")
-8589934592
+>>> parse_bytes("8GiB") == parse_bytes("8 gib") == parse_bytes("8G")
+True
 >>> parse_bandwidth("12GB/s")
 12000000000
 >>> format_bytes(3 * 2**29)
@@ -16,14 +16,19 @@ from numbers import Integral
 
 from lowtide.errors import UnitError, shown
 
-_FACTORS = {"B": 1}
-for _power, _letter in enumerate("KMGTP", start=1):
-    _FACTORS[f"{_letter}B"] = 1000**_power
-    _FACTORS[f"{_letter}iB"] = 1024**_power
-_FACTORS["kB"] = 1000  # the SI spelling of the kilo prefix
+# By unit in lower case. A letter alone is binary, as in `docker run --memory 8g` and `java -Xmx8g`.
+_FACTORS = {"b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _FACTORS[f"{_letter}b"] = 1000**_power
+    for _spelling in (_letter, f"{_letter}i", f"{_letter}ib"):
+        _FACTORS[_spelling] = 1024**_power
 
 # One lane of the first PCI Express moves 250 MB/s: so far below it, a unit was forgotten.
 _LEAST_LIKELY_BYTES_PER_SECOND = 10**6
+
+# The largest device has 288 GiB: up to here a budget without a unit is a count of GiB. 0 and 1 are not: with them one
+# asks for the least budget that works.
+_LARGEST_COUNT_OF_GIB = 512
 
 # The compiled loops of the solvers count in 64 bits; of links, this is beyond any.
 _LARGEST_BYTES = 2**63 - 1
@@ -38,7 +43,8 @@ def parse_bytes(value: int | str) -> int:
     """Read a number of bytes.
 
     Args:
-        value: a whole number of bytes, or a string such as `"1234"`, `"8GiB"`, `"1.5GB"`, `"512MiB"`.
+        value: a whole number of bytes, or a string such as `"1234"`, `"8GiB"`, `"1.5GB"`, `"512MiB"`. Capital and small
+            letters are the same, blanks are allowed, and `"8G"` is `"8GiB"`.
 
     Returns:
         Whole bytes; a fraction of a byte is cut off.
@@ -52,8 +58,37 @@ def parse_bytes(value: int | str) -> int:
     return num_bytes
 
 
+def parse_budget(value: int | str, name: str = "memory_budget") -> int:
+    """Read the budget for a real network: as `parse_bytes`, but a forgotten unit is asked for.
+
+    Args:
+        value: as in `parse_bytes`.
+        name: what the caller calls it, for the message.
+
+    Raises:
+        UnitError: for what `parse_bytes` refuses, and for a number without a unit that is surely a count of GiB.
+    """
+    num_bytes = parse_bytes(value)
+    if is_count_of_gib(num_bytes) and not (isinstance(value, str) and any(map(str.isalpha, value))):
+        few = f"{name}={num_bytes} is {num_bytes} bytes, too few for any network"
+        raise UnitError(f"{few}; did you mean '{num_bytes}GiB'?")
+    return num_bytes
+
+
+def is_count_of_gib(num_bytes: int) -> bool:
+    """Whether a number of bytes is so small that, for the budget of a network, its unit was probably forgotten.
+
+    >>> is_count_of_gib(8), is_count_of_gib(8 * 2**30), is_count_of_gib(0)
+    (True, False, False)
+    """
+    return 1 < num_bytes <= _LARGEST_COUNT_OF_GIB
+
+
 def parse_bandwidth(value: int | str) -> int:
-    """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int."""
+    """Read a bandwidth in bytes per second, for instance `"12GB/s"`, `"500MB/s"`, `"800B/s"` or an int.
+
+    The B is a capital letter: a small one is for bits, and `"12Gb/s"` is refused.
+    """
     rate = _parse(value, suffix="/s", what="bandwidth", examples="12GB/s, 500MB/s or 800B/s")
     if rate > _LARGEST_BYTES_PER_SECOND:
         raise UnitError(f"{shown(value)} is too large a bandwidth; the largest is {_LARGEST_BYTES_PER_SECOND}B/s")
@@ -92,9 +127,9 @@ def _parse(value: int | str, *, suffix: str, what: str, examples: str) -> int:
         if "." in number or has_suffix:
             raise refusal
         return int(number)
-    if unit not in _FACTORS or (suffix and not has_suffix):
+    if unit.lower() not in _FACTORS or (suffix and not (has_suffix and unit.endswith("B"))):
         raise refusal
-    return int(Fraction(number) * _FACTORS[unit])
+    return int(Fraction(number) * _FACTORS[unit.lower()])
 
 
 def format_bytes(num_bytes: int) -> str:

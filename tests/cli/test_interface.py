@@ -57,6 +57,7 @@ FROZEN = {
         "--half-duplex",
         "--budgets",
         "--patience",
+        "--json",
     },
     "plot": {
         "CHAIN.json",
@@ -70,6 +71,7 @@ FROZEN = {
         "--half-duplex",
         "--panel",
         "--over",
+        "--json",
     },
     "select": {"SIZES.json", "--model", "--algorithm", "--json"},
     "bound": {
@@ -127,6 +129,14 @@ def test_the_list_is_shown_with_the_summaries(capsys):
         assert summary in printed
 
 
+def test_without_a_command_it_shows_the_help(capsys):
+    assert main([]) == 0
+    bare = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert bare == capsys.readouterr()
+    assert bare.err == ""
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
@@ -135,7 +145,6 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "Missing command"),
         (["solv"], "Did you mean 'solve'?\n"),
         (["solve"], "CHAIN"),
         (["solve", "{chain}"], "--memory"),
@@ -154,7 +163,7 @@ def test_version(capsys):
         (["report", "{chain}", "-o", "{chain}"], "it is the file to be read"),
         (
             ["simulate", "{chain}", "{chain}"],
-            "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; lowtide solve -o writes such a file",
+            "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; write one with lowtide solve -o",
         ),
         (["simulate", "{chain}", "{missing}"], "cannot be read"),
         (["compare", "{chain}", "--memory", "lots"], "lots"),
@@ -225,6 +234,24 @@ def test_as_a_process(files):
     done = run("-m", "lowtide", "solve", files["missing"], "--memory", "1kB")
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("lowtide so", {"solve"}),
+        ("lowtide solve --strat", {"--strategy"}),
+        ("lowtide solve --strategy weights-greedy", {"weights-greedy", "weights-greedy-nodiscount"}),
+        ("lowtide report --strategy rot", {"rotor"}),
+        ("lowtide compare --strategy rot", {"rotor"}),
+    ],
+)
+def test_a_shell_completes(typed, completed, monkeypatch, capsys):
+    monkeypatch.setenv("_LOWTIDE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert main([]) == 0
+    assert set(capsys.readouterr().out.split()) == completed
 
 
 @pytest.mark.parametrize("arguments", [["-c", "import lowtide"], ["-m", "lowtide", "--help"]])

@@ -67,6 +67,16 @@ def test_a_network_of_the_zoo(tmp_path, capsys):
     assert "written to" in shown
 
 
+def test_names_stay_whole_where_the_terminal_is_narrow(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["measure", *SMALL, "--device", "cpu", "--json"]) == 0
+    chain = Chain.from_dict(json.loads(capsys.readouterr().out))
+    assert main(["measure", *SMALL, "--device", "cpu"]) == 0
+    first = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert first[2 : 2 + chain.num_stages] == [stage.name for stage in chain.stages]
+    assert max(len(stage.name) for stage in chain.stages) > 20
+
+
 def test_stages_by_hand_and_json(capsys):
     assert main(["measure", *SMALL, "--device", "cpu", "--stages", "blocks.*", "--json"]) == 0
     chain = Chain.from_dict(json.loads(capsys.readouterr().out))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
 from lowtide import Backward, Forward, Schedule
@@ -42,6 +45,24 @@ def test_a_chain_alone_gives_the_frontier(files, tmp_path):
     assert "operation" not in path.read_text()
 
 
+def test_json_says_what_is_drawn(files, schedule_file, tmp_path, capsys):
+    path = str(tmp_path / "figure.svg")
+    assert main(["plot", files["chain"], schedule_file, "--strategy", "store-all", "-o", path, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["output"], values["memory_budget"], values["peak_bytes"]) == (path, None, 14500)
+    assert values["seconds"] == pytest.approx(1.2)
+    (curve,) = values["curves"]
+    assert (curve["strategy"], curve["minimum_bytes"]) == ("store-all", 14500)
+    assert curve["points"][0]["peak_bytes"] == 14500
+
+
+def test_without_matplotlib_one_line_says_what_to_install(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", files["chain"], "-o", str(tmp_path / "figure.svg")]) == 2
+    expected = "lowtide: figures need matplotlib, which is not installed; pip install 'lowtide[plot]'\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_one_panel_over_time(files, schedule_file, tmp_path):
     path = tmp_path / "figure.svg"
     assert main(["plot", files["chain"], schedule_file, "--panel", "memory", "--over", "time", "-o", str(path)]) == 0
@@ -56,7 +77,8 @@ def test_one_panel_over_time(files, schedule_file, tmp_path):
         (["-o", "no/such/place.png", "--strategy", "store-all"], 2, "cannot be written"),
         (["-o", "figure.png", "--panel", "memory"], 2, "the memory of which schedule?"),
         (["-o", "figure.png", "--memory", "1kB", "--strategy", "store-all"], 3, "is below the"),
-        (["-o", "figure.png", "--strategy", "offload"], 2, "give a bandwidth"),
+        (["-o", "figure.png", "--strategy", "offload"], 2, "give --bandwidth"),
+        (["-o", "figure.png", "--memory", "1kB", "--strategy", "rotor"], 3, "raise it, or give --bandwidth"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(arguments, status, message, files, capsys, tmp_path, monkeypatch):

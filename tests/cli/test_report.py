@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lowtide.cli import main
@@ -11,6 +13,17 @@ def test_a_chain_becomes_a_page(files, tmp_path, capsys):
     assert main(line) == 0
     assert capsys.readouterr().out == f"written to {path}; open it in a browser\n"
     assert path.read_text().startswith("<!doctype html>")
+
+
+def test_json_says_what_the_page_opens_on(files, tmp_path, capsys):
+    path = str(tmp_path / "plan.html")
+    line = ["report", files["chain"], "--memory", "8kB", "--strategy", "rotor", "--budgets", "4", "-o", path, "--json"]
+    assert main(line) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["output"], values["memory_budget"], values["strategy"]) == (path, 8000, "rotor")
+    assert values["peak_bytes"] <= 8000
+    assert [curve["strategy"] for curve in values["curves"]] == ["store-all", "rotor"]
+    assert values["seconds"] in [point["seconds"] for point in values["curves"][1]["points"]]
 
 
 def test_a_schedule_file_is_shown(files, tmp_path):

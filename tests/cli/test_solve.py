@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from lowtide import Schedule, simulate
+from lowtide import Chain, Schedule, Stage, simulate
 from lowtide.cli import main
 
 
@@ -76,6 +76,32 @@ def test_people_are_told_that_moved_weights_cannot_be_trained_with_yet(files, ca
     assert "for the simulator only" in capsys.readouterr().out
     assert main([*given, "pofo"]) == 0
     assert "for the simulator only" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["offload", "pofo", "opportunist", "autocapper"])
+def test_a_strategy_that_lacks_a_link_asks_for_its_bandwidth(strategy, files, capsys):
+    line = ["solve", files["chain"], "--strategy", strategy, "--memory", "1kB"]
+    assert main(line) == 3
+    assert "raise it, or give --bandwidth" in capsys.readouterr().err
+    assert main([*line, "--bandwidth", "1GB/s"]) == 3
+    assert "raise it, or try another strategy" in capsys.readouterr().err
+
+
+def test_a_budget_that_lacks_its_unit_is_asked_about(solved, files, capsys):
+    assert "did you mean 8GiB?" in solved("--memory", "8", status=3).err
+    assert main(["solve", files["chain"], "--memory", "8"]) == 3
+    assert "did you mean 8GiB?" in capsys.readouterr().err
+
+
+def test_schedules_that_cannot_be_executed_are_left_out(files, capsys, tmp_path):
+    stages = [Stage(str(k), 0.1, 0.2, output_bytes=1000, saved_bytes=3000, weight_bytes=9000) for k in range(4)]
+    path = str(tmp_path / "weights.json")
+    Chain("weights", stages).save(path)
+    given = ["solve", path, "--memory", "80kB", "--bandwidth", "1GB/s", "--json"]
+    assert main(given) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert not any(candidate["strategy"].startswith("weights") for candidate in values["candidates"])
+    assert main([*given, "--strategy", "weights-greedy"]) == 0
 
 
 def test_people_see_what_the_conversion_of_a_plan_costs(solved, files, capsys):

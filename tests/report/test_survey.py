@@ -73,7 +73,7 @@ def test_a_budget_below_all_is_left_out():
 
 
 def test_what_moves_needs_a_link():
-    with pytest.raises(StrategyError, match="give a bandwidth"):
+    with pytest.raises(StrategyError, match="give --bandwidth"):
         survey(small_chain(), strategies=["offload"])
 
 

@@ -45,6 +45,9 @@ STATUS_INTERRUPTED = 130
 
 TRACEBACK_VARIABLE = "LOWTIDE_TRACEBACK"  # set to anything, a defect shows where it happened
 
+# Set by the scripts that `--install-completion` gives to a shell; the name is typer's.
+COMPLETION_VARIABLE = "_LOWTIDE_COMPLETE"
+
 # What wrong options and arguments raise; typer exports only this one of its subclasses.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what follows the program's name; None: those of the process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     _never_fail_to_encode()
     with warnings.catch_warnings(), _log_shown():
         warnings.showwarning = _show_warning
@@ -88,6 +91,8 @@ def _run(arguments: list[str]) -> int:
         return _fail(str(error), STATUS_INFEASIBLE)
     except LowtideError as error:
         return _fail(str(error), STATUS_WRONG_USE)
+    except SystemExit as ended:  # typer's, where it has completed what a shell asked for
+        return ended.code if isinstance(ended.code, int) else STATUS_DEFECT
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", STATUS_INTERRUPTED)
     except BrokenPipeError:
@@ -106,7 +111,12 @@ def _run(arguments: list[str]) -> int:
 
 
 def _called(arguments: list[str]) -> str | None:
-    """The subcommand that is called, None where there is none of that name."""
+    """The subcommand that is called, None where there is none of that name.
+
+    Where a shell asks for completions, it is among the words typed so far.
+    """
+    if COMPLETION_VARIABLE in os.environ:
+        arguments = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:]
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     return name if name in SUBCOMMANDS else None
 
@@ -118,7 +128,6 @@ def _app(arguments: list[str]) -> typer.Typer:
         name="lowtide",
         help=_HELP,
         epilog=_listed(_EXAMPLES),
-        add_completion=False,
         no_args_is_help=False,
         rich_markup_mode=None,  # rich help takes half a second to import
         pretty_exceptions_enable=False,

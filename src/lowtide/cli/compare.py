@@ -8,10 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.chain import Chain
-from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
+from lowtide.cli.options import (
+    Bandwidth,
+    ChainFile,
+    HalfDuplex,
+    Json,
+    Slots,
+    bandwidth_option,
+    bytes_option,
+    strategy_names,
+)
 from lowtide.cli.output import COLUMN_GAP, output_of_others_aside, print_json, print_table
 from lowtide.cli.progress import DelayedProgress
 from lowtide.compare import BudgetComparison, Comparison, Outcome, compare
+from lowtide.strategies.base import find
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
 
 Memory = Annotated[
@@ -30,6 +40,7 @@ Strategies = Annotated[
         metavar="NAME",
         help="Compare only these; give it several times. Default: all that apply.",
         show_default=False,
+        autocompletion=strategy_names,
     ),
 ]
 
@@ -56,7 +67,8 @@ def command(
 ) -> None:
     """Show for each budget what each strategy costs, relative to store-all.
 
-    The best of each budget is marked; where a strategy does not fit, the least memory that it needs is shown.
+    The fastest within each budget that can be executed is marked; where a strategy does not fit, the least memory that
+    it needs is shown.
     """
     budgets = [bytes_option("--memory", text) for text in memory or ()]
     rate = bandwidth_option(bandwidth)
@@ -124,7 +136,7 @@ def _print(comparison: Comparison) -> None:
         f"store-all: {format_seconds(comparison.store_all_seconds)} a step, {format_bytes(comparison.store_all_bytes)}"
     )
     outcomes = comparison.budgets[0].outcomes
-    names = [outcome.strategy for outcome in outcomes]
+    names = [outcome.strategy + ("" if find(outcome.strategy).executable else " (1)") for outcome in outcomes]
     leasts = [format_bytes(outcome.minimum_bytes) for outcome in outcomes]
     columns = [_column(budget, comparison.store_all_seconds) for budget in comparison.budgets]
     for part in _parts([("strategy", names), ("memory", leasts)], columns):
@@ -134,6 +146,8 @@ def _print(comparison: Comparison) -> None:
         print_table(headings, list(rows))
     print()
     print("time by budget, relative to store-all; * the fastest; - does not fit")
+    if any(name.endswith(" (1)") for name in names):
+        print("(1) moves weights: can be simulated, and not executed")
 
 
 def _column(budget: BudgetComparison, store_all_seconds: float) -> Column:

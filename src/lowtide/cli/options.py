@@ -11,6 +11,14 @@ import typer
 from lowtide.errors import LowtideWarning, UnitError
 from lowtide.units import is_unlikely_bandwidth, parse_bandwidth, parse_bytes
 
+
+def strategy_names(incomplete: str) -> list[str]:
+    """The strategies whose names begin so, for the shell's completion."""
+    from lowtide.strategies.base import AUTO, REGISTRY
+
+    return [name for name in (AUTO, *REGISTRY) if name.startswith(incomplete)]
+
+
 ChainFile = Annotated[str, typer.Argument(metavar="CHAIN.json", help="The network: a chain file.", show_default=False)]
 
 OptionalScheduleFile = Annotated[
@@ -44,8 +52,9 @@ SurveyStrategies = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="Draw only these; give it several times. Default: all that apply.",
+        help="Draw only these; give it several times. Default: all that apply and can be executed.",
         show_default=False,
+        autocompletion=strategy_names,
     ),
 ]
 

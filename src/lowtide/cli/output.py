@@ -10,11 +10,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lowtide.chain import Chain
+from lowtide.report.survey import Survey
 from lowtide.trace import Trace
 from lowtide.units import format_bytes, format_seconds
+
+# Wider than any table: nothing is cut off.
+_UNLIMITED_WIDTH = 100_000
 
 # Blanks between two columns of `print_table`.
 COLUMN_GAP = 2
@@ -42,6 +46,18 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
+def curve_values(found: Survey) -> list[dict[str, Any]]:
+    """Time against memory for each strategy, as plain data."""
+    return [
+        {
+            "strategy": curve.strategy,
+            "minimum_bytes": curve.minimum_bytes,
+            "points": [{"peak_bytes": point.peak_bytes, "seconds": point.seconds} for point in curve.points],
+        }
+        for curve in found.curves
+    ]
+
+
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print names and values in two columns."""
     width = max(len(name) for name, _ in pairs)
@@ -61,13 +77,17 @@ def moved(trace: Trace) -> str:
     return f"{copies}, compute idle {format_seconds(trace.idle_seconds)}"
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1) -> None:
-    """Print a table that fits the terminal, 80 columns where the output is none.
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1, wraps: int | None = None
+) -> None:
+    """Print a table. Its cells stay whole, so that a name can be searched for and copied.
 
     Args:
         columns: their headings.
         rows: a cell each; rich's markup is not interpreted.
         num_left: how many columns, from the first, are aligned to the left; the others to the right.
+        wraps: the column of prose that is wrapped where the table is wider than the terminal (80 columns where the
+            output is none); None: long lines stay long.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -76,10 +96,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, num_le
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(columns):
-        table.add_column(Text(heading), justify="left" if index < num_left else "right", overflow="fold")
+        justify: Literal["left", "right"] = "left" if index < num_left else "right"
+        table.add_column(Text(heading), justify=justify, no_wrap=index != wraps)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    console = Console(file=sys.stdout, highlight=False)
+    console = Console(file=sys.stdout, highlight=False, width=_UNLIMITED_WIDTH if wraps is None else None)
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():

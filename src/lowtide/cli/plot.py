@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,18 +13,19 @@ from lowtide.cli.options import (
     Bandwidth,
     ChainFile,
     HalfDuplex,
+    Json,
     OptionalScheduleFile,
     Slots,
     SurveyStrategies,
     bandwidth_option,
     bytes_option,
 )
-from lowtide.cli.output import output_of_others_aside
+from lowtide.cli.output import curve_values, output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import LowtideError
 from lowtide.files import check_can_write
 from lowtide.report import save_figure, survey
-from lowtide.report.figures import figure_format
+from lowtide.report.figures import figure_format, required_matplotlib
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, Survey
 from lowtide.trace import Trace
 
@@ -70,6 +71,7 @@ EXAMPLES = (
     "lowtide plot chain.json -o frontier.svg",
     "lowtide plot chain.json --memory 8GiB -o figure.png",
     "lowtide plot chain.json schedule.json --panel memory -o memory.pdf",
+    "lowtide plot chain.json -o frontier.svg --json",
 )
 
 
@@ -84,14 +86,17 @@ def command(
     half_duplex: HalfDuplex = False,
     panel: PanelOption = Panel.both,
     over: OverOption = Over.operations,
+    json: Json = False,
 ) -> None:
     """Draw step time against memory, and memory over a schedule.
 
-    Without a schedule and without a budget only the frontier is drawn.
+    Without a schedule and without a budget only the frontier is drawn. Needs matplotlib: pip install 'lowtide[plot]'.
+    Exit status 3: no schedule stays within the budget.
     """
     rate = bandwidth_option(bandwidth) or 0
     budget = None if memory is None else bytes_option("--memory", memory)
-    figure_format(output)  # refused before anything is solved
+    figure_format(output)  # what is wrong is refused before anything is solved
+    required_matplotlib()
     check_can_write(output, chain_file, *([] if schedule_file is None else [schedule_file]))
     chain = Chain.load(chain_file)
     if schedule_file is None and budget is None and panel is Panel.memory:
@@ -121,4 +126,19 @@ def command(
         memory_budget=budget,
         over=over.value,
     )
-    print(f"written to {output}")
+    if json:
+        print_json(_values(output, budget, found, trace))
+    else:
+        print(f"written to {output}")
+
+
+def _values(output: str, budget: int | None, found: Survey | None, trace: Trace | None) -> dict[str, Any]:
+    """The file and what it shows, for programs; None for what is not drawn."""
+    return {
+        "output": output,
+        "memory_budget": budget,
+        "seconds": None if trace is None else trace.seconds,
+        "peak_bytes": None if trace is None else trace.peak_bytes,
+        "idle_seconds": None if trace is None else trace.idle_seconds,
+        "curves": None if found is None else curve_values(found),
+    }

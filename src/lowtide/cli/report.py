@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,16 +12,18 @@ from lowtide.cli.options import (
     Bandwidth,
     ChainFile,
     HalfDuplex,
+    Json,
     OptionalScheduleFile,
     Slots,
     SurveyStrategies,
     bandwidth_option,
     bytes_option,
 )
-from lowtide.cli.output import output_of_others_aside
+from lowtide.cli.output import curve_values, output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.files import check_can_write
 from lowtide.report import write_report
+from lowtide.report.page import Report
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS
 from lowtide.schedule import Schedule
 
@@ -51,6 +53,7 @@ EXAMPLES = (
     "lowtide report chain.json -o plan.html",
     "lowtide report chain.json --memory 8GiB --bandwidth 12GB/s -o plan.html",
     "lowtide report chain.json schedule.json --memory 8GiB -o plan.html",
+    "lowtide report chain.json --memory 8GiB -o plan.html --json",
 )
 
 
@@ -65,11 +68,13 @@ def command(
     half_duplex: HalfDuplex = False,
     num_budgets: NumBudgets = DEFAULT_NUM_BUDGETS,
     patience: Patience = DEFAULT_PATIENCE_SECONDS,
+    json: Json = False,
 ) -> None:
     """Write a page that shows what fits, what it costs and what happens when.
 
     The page is one file that opens from disk in any browser and needs no network. It opens on the schedule, or on the
-    fastest one within the budget; moving the budget on the page shows the others.
+    fastest one within the budget; moving the budget on the page shows the others. Exit status 3: no schedule stays
+    within the budget.
     """
     rate = bandwidth_option(bandwidth)
     budget = None if memory is None else bytes_option("--memory", memory)
@@ -79,7 +84,7 @@ def command(
     if schedule_file is not None:
         schedule, _ = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
     with output_of_others_aside(), DelayedProgress() as progress:
-        write_report(
+        report = write_report(
             output,
             chain,
             schedule,
@@ -92,4 +97,21 @@ def command(
             patience_seconds=patience,
             progress=progress,
         )
-    print(f"written to {output}; open it in a browser")
+    if json:
+        print_json(_values(output, report))
+    else:
+        print(f"written to {output}; open it in a browser")
+
+
+def _values(output: str, report: Report) -> dict[str, Any]:
+    """The file, the schedule that it opens on, and the curves, for programs."""
+    shown = report.plan
+    return {
+        "output": output,
+        "memory_budget": shown.memory_budget,
+        "strategy": shown.schedule.strategy,
+        "seconds": shown.trace.seconds,
+        "peak_bytes": shown.trace.peak_bytes,
+        "idle_seconds": shown.trace.idle_seconds,
+        "curves": curve_values(report.survey),
+    }

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.chain import Chain
-from lowtide.cli.options import Bandwidth, ChainFile, HalfDuplex, Json, Slots, bandwidth_option, bytes_option
+from lowtide.cli.options import (
+    Bandwidth,
+    ChainFile,
+    HalfDuplex,
+    Json,
+    Slots,
+    bandwidth_option,
+    bytes_option,
+    strategy_names,
+)
 from lowtide.cli.output import moved, output_of_others_aside, print_json, print_pairs, print_table, step_time
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
@@ -28,7 +37,13 @@ Memory = Annotated[
     ),
 ]
 StrategyName = Annotated[
-    str, typer.Option("--strategy", metavar="NAME", help="A name from 'lowtide strategies'; auto takes the fastest.")
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help="A name from 'lowtide strategies'; auto takes the fastest that can be executed.",
+        autocompletion=strategy_names,
+    ),
 ]
 Segments = Annotated[
     int | None,
@@ -61,8 +76,9 @@ def command(
 ) -> None:
     """Compute a schedule that stays within a memory budget.
 
-    Prints its time, its peak and its idle time as the simulator sees them. Exit status 3: the budget cannot be met;
-    the least that can is printed.
+    Prints its time, its peak and its idle time as the simulator sees them. Strategies whose schedules cannot be
+    executed yet, those that move weights, are tried only where --strategy names them. Exit status 3: the budget cannot
+    be met; the least that can is printed.
     """
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     chain = Chain.load(chain_file)
@@ -163,7 +179,7 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
         )
     if solution.schedule.manages:
         what = "moves weights" if solution.trace.moved_bytes else "updates each stage's weights inside its backward"
-        pairs.append(("note", f"{what}: for the simulator only; to train, take --strategy pofo"))
+        pairs.append(("note", f"{what}: for the simulator only; to train, leave --strategy out"))
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))

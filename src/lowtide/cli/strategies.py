@@ -22,15 +22,26 @@ def command(json: Json = False) -> None:
                 "paper": entry.paper,
                 "moves": entry.moves,
                 "manages_weights": entry.manages_weights,
+                "executable": entry.executable,
             }
             for entry in REGISTRY.values()
         ]
-        auto = {"name": AUTO, "summary": AUTO_SUMMARY, "paper": "-", "moves": True, "manages_weights": True}
+        auto = {
+            "name": AUTO,
+            "summary": AUTO_SUMMARY,
+            "paper": "-",
+            "moves": True,
+            "manages_weights": False,
+            "executable": True,
+        }
         print_json({"strategies": [*listed, auto]})
         return
     rows = [(entry.name, _described(entry)) for entry in REGISTRY.values()]
-    print_table(("strategy", "what it does (where it is described)"), [*rows, (AUTO, AUTO_SUMMARY)], num_left=2)
+    print_table(
+        ("strategy", "what it does (where it is described)"), [*rows, (AUTO, AUTO_SUMMARY)], num_left=2, wraps=1
+    )
 
 
 def _described(entry: Entry) -> str:
-    return entry.summary if entry.paper == "-" else f"{entry.summary} ({entry.paper})"
+    summary = entry.summary if entry.executable else f"{entry.summary}; simulated only"
+    return summary if entry.paper == "-" else f"{summary} ({entry.paper})"

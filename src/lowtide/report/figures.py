@@ -5,6 +5,7 @@ matplotlib's global state is not touched: figures are made by hand and settings 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from pathlib import Path
@@ -67,11 +68,11 @@ def save_figure(
         over: `"operations"` or `"time"`: what the memory is drawn over.
 
     Raises:
-        LowtideError: for another ending, where there is nothing to draw, or where the file cannot be written.
+        LowtideError: for another ending, where there is nothing to draw, where the file cannot be written, and where
+            matplotlib is not installed.
     """
-    import matplotlib
-
     kind = figure_format(path)
+    matplotlib = required_matplotlib()
     if survey is None and trace is None:
         raise LowtideError("there is nothing to draw: give a survey for the frontier, a trace for the memory, or both")
     with matplotlib.rc_context(_SETTINGS):
@@ -81,6 +82,14 @@ def save_figure(
             figure.savefig(path, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
         except OSError as error:
             raise LowtideError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
+
+
+def required_matplotlib() -> Any:
+    """The module; where it is not installed, an error that says how to install it."""
+    try:
+        return importlib.import_module("matplotlib")
+    except ModuleNotFoundError:
+        raise LowtideError("figures need matplotlib, which is not installed; pip install 'lowtide[plot]'") from None
 
 
 def figure_format(path: str | os.PathLike[str]) -> str:

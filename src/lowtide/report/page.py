@@ -58,6 +58,19 @@ class Measured:
     num_steps: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a page shows.
+
+    Attributes:
+        survey: the curves, and the schedules of other budgets.
+        plan: the schedule that it opens on.
+    """
+
+    survey: Survey
+    plan: Plan
+
+
 def write_report(
     path: str | os.PathLike[str],
     chain: Chain | Mapping[str, Any],
@@ -72,7 +85,7 @@ def write_report(
     num_budgets: int = DEFAULT_NUM_BUDGETS,
     patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS,
     progress: Progress | None = None,
-) -> None:
+) -> Report:
     """Write the report page of a chain: does it fit, what does it cost, what happens when, what would more memory buy.
 
     Args:
@@ -83,11 +96,14 @@ def write_report(
         bandwidth: bytes per second each way between device and host; None: the solution's, or nothing can be moved.
         duplex: both directions at once.
         measured: what a run saw, to be shown beside what was predicted.
-        strategies: whose curves to draw; none: all that apply.
+        strategies: whose curves to draw; none: those of all that apply and can be executed.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         num_budgets: for how many budgets schedules are computed ahead.
         patience_seconds: how long all strategies together may solve; None: without end.
         progress: called with the name of what is being tried and the share done, 0 to 1.
+
+    Returns:
+        What the page shows.
 
     Raises:
         ScheduleError: where the schedule is illegal for the chain.
@@ -95,7 +111,7 @@ def write_report(
 
     Example:
         >>> solution = lowtide.solve(chain, memory_budget="8GiB")       # doctest: +SKIP
-        >>> write_report("plan.html", chain, solution)                  # doctest: +SKIP
+        >>> shown = write_report("plan.html", chain, solution)          # doctest: +SKIP
     """
     chain = as_chain(chain)
     rate = _rate(bandwidth, solution)
@@ -112,7 +128,9 @@ def write_report(
         patience_seconds=patience_seconds,
         progress=progress,
     )
+    plans, selected = _plans(found, own, budget)
     write_text(path, render(found, own=own, memory_budget=budget, measured=measured))
+    return Report(found, plans[selected])
 
 
 def render(
@@ -123,22 +141,26 @@ def render(
     measured: Measured | None = None,
 ) -> str:
     """The page of a survey as HTML; `own` is the user's plan, in place of the one that was found for its budget."""
+    plans, selected = _plans(found, own, memory_budget)
+    marked = selected if own is not None or memory_budget is not None else None
+    data = encode(found, plans, own=marked, measured=None if measured is None else asdict(measured))
+    data["selected"] = selected
+    data["version"] = importlib.import_module("lowtide").__version__
+    return _filled(found, plans[selected], data)
+
+
+def _plans(found: Survey, own: Plan | None, memory_budget: int | None) -> tuple[list[Plan], int]:
+    """The schedules of the page by budget, and the place of the one that it opens on."""
     plans = list(found.plans)
     if own is not None:
         plans = sorted(
             [own, *(plan for plan in plans if plan.memory_budget != own.memory_budget)],
             key=lambda plan: plan.memory_budget,
         )
-        selected = plans.index(own)
-    elif memory_budget is not None:
-        selected = plans.index(found.plan_within(memory_budget))
-    else:
-        selected = _bearable(found, plans)
-    marked = selected if own is not None or memory_budget is not None else None
-    data = encode(found, plans, own=marked, measured=None if measured is None else asdict(measured))
-    data["selected"] = selected
-    data["version"] = importlib.import_module("lowtide").__version__
-    return _filled(found, plans[selected], data)
+        return plans, plans.index(own)
+    if memory_budget is not None:
+        return plans, plans.index(found.plan_within(memory_budget))
+    return plans, _bearable(found, plans)
 
 
 def _rate(bandwidth: int | str | None, solution: Solution | Schedule | None) -> int:

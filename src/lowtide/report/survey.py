@@ -12,9 +12,8 @@ from lowtide.errors import InfeasibleBudgetError, StrategyError
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
 from lowtide.solve import Progress, Solution, applicable, solve
-from lowtide.strategies.base import AUTO, find
+from lowtide.strategies.base import AUTO, GIVE_BANDWIDTH, find, infeasible
 from lowtide.trace import Trace
-from lowtide.units import format_bytes
 
 DEFAULT_NUM_BUDGETS = 20
 
@@ -99,12 +98,9 @@ class Survey:
         """
         index = bisect.bisect_right(self.plans, memory_budget, key=lambda plan: plan.memory_budget)
         if not index:
-            raise InfeasibleBudgetError(
-                f"budget {format_bytes(memory_budget)} ({memory_budget} bytes) is below the "
-                f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) that chain {self.chain.name!r} needs "
-                "at the least with these strategies; raise it, or allow others",
-                minimum_bytes=self.minimum_bytes,
-            )
+            needed = f"chain {self.chain.name!r} needs at the least with these strategies"
+            otherwise = "allow other strategies" if self.bandwidth else GIVE_BANDWIDTH
+            raise infeasible(memory_budget, self.minimum_bytes, needed, otherwise)
         return self.plans[index - 1]
 
 
@@ -127,7 +123,7 @@ def survey(
         memory_budgets: budgets in bytes to be among them.
         bandwidth: bytes per second each way between device and host; 0: nothing can be moved.
         duplex: both directions at once.
-        strategies: names from `lowtide strategies`; none: all that apply.
+        strategies: names from `lowtide strategies`; none: all that apply and can be executed.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         num_budgets: how many budgets, those of `memory_budgets` aside.
         patience_seconds: how long all strategies together may solve; each one's budgets are tried from coarse to fine
@@ -180,11 +176,11 @@ def _points(solved: _Solve, name: str, budgets: Sequence[int], patience_seconds:
 
 def _names(chain: Chain, bandwidth: int, strategies: Sequence[str]) -> list[str]:
     if not strategies:
-        return [entry.name for entry in applicable(chain, bandwidth)]
+        return [entry.name for entry in applicable(chain, bandwidth) if entry.executable]
     entries = [find(name) for name in dict.fromkeys(strategies) if name != AUTO]
     for entry in entries:
         if entry.moves and not bandwidth:
-            raise StrategyError(f"strategy {entry.name!r} moves values; give a bandwidth such as 12GB/s")
+            raise StrategyError(f"strategy {entry.name!r} moves values; {GIVE_BANDWIDTH}")
     return list(dict.fromkeys([STORE_ALL, *(entry.name for entry in entries)]))
 
 

@@ -12,10 +12,10 @@ from lowtide.strategies.sides import freed
 
 @dataclass(frozen=True, slots=True)
 class StoreAll:
-    """Each forward once with all it saves, then each backward: the fastest, and the most memory."""
+    """Run each forward once and save everything, then each backward: the fastest, with the most memory."""
 
     def plan(self, problem: Problem) -> Answer:
-        """The one schedule of this strategy, where it fits."""
+        """The only schedule of this strategy, if it fits."""
         minimum = self.minimum_bytes(problem)
         if problem.memory_budget < minimum:
             raise problem.infeasible("store-all", minimum)
@@ -28,5 +28,5 @@ class StoreAll:
 
 def _schedule(chain: Chain) -> Schedule:
     stages = range(1, chain.num_stages + 1)
-    operations = (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages)))
-    return Schedule("store-all", freed(chain, operations))
+    forwards, backwards = (Forward(k, "all") for k in stages), (Backward(k) for k in reversed(stages))
+    return Schedule("store-all", freed(chain, (*forwards, *backwards)))

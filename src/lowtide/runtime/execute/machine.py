@@ -14,6 +14,7 @@ from torch import nn
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.interception import is_compiled
@@ -50,7 +51,7 @@ class Machine:
         layout: the same, as far as a running forward must know them.
         program: the schedule.
         tier: where values go that leave the device.
-        strict: compare the values that a repeated forward saves with the first's.
+        checks: which values of recomputed stages are compared with those of their first run.
         variants: as which the stages run.
         functions: what to call between units in the place of functions of torch; all stages are watched for them.
     """
@@ -63,7 +64,7 @@ class Machine:
         program: Program,
         tier: Tier,
         *,
-        strict: bool = False,
+        checks: Checks = Checks.NONE,
         variants: StageVariants | None = None,
         functions: Functions = MappingProxyType({}),
     ) -> None:
@@ -71,7 +72,8 @@ class Machine:
         self.layout = layout
         self.program = program
         self.tier = tier
-        self.strict = strict
+        self.checks = checks
+        self.spot_checks = SpotChecks(program.recomputed if checks is Checks.SPOT else ())
         self.variants = variants or StageVariants(None)
         self.functions = functions
         self.generators = Generators.of(model)
@@ -179,6 +181,11 @@ class Machine:
         found = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         self._storages[k] = found
         return found
+
+    def buffer_storages_of(self, k: int) -> set[int]:
+        """The addresses of the storages that the buffers of stage k have now."""
+        buffers = (tensor for _, module in self._modules[k] for tensor in module._buffers.values())
+        return {t.untyped_storage()._cdata for t in buffers if t is not None and t.layout is torch.strided}
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""

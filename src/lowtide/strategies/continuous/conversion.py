@@ -61,7 +61,8 @@ def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], floa
     """
     profile = once_each(problem.chain)
     model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
-    found, seconds = [], None
+    found: list[Placement] = []
+    seconds: float | None = None
     if problem.memory_budget >= model.minimum_bytes:
         found, seconds = converted_plans(problem, model, slots)
     everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)

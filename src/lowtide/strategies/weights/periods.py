@@ -20,7 +20,7 @@ from lowtide.chain import Chain
 from lowtide.errors import StrategyError
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Start, Value
 from lowtide.strategies import sides
-from lowtide.strategies.base import Problem
+from lowtide.strategies.base import GIVE_BANDWIDTH, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,15 @@ def checked_period(problem: Problem, strategy: str) -> Period:
     """The period of a problem's chain, where moving weights makes sense for it.
 
     Raises:
-        StrategyError: where the weight gradients are resident, or nothing can be moved.
+        StrategyError: if the weight gradients are resident, or nothing can be moved.
     """
     if problem.chain.grads_resident:
         raise StrategyError(
-            f"strategy {strategy!r} applies each update inside its backward, and chain {problem.chain.name!r} "
-            "accumulates weight gradients (grads_resident); use a strategy that leaves weights on the device"
+            f"strategy {strategy!r} updates weights inside each backward, but chain {problem.chain.name!r} "
+            "accumulates weight gradients (grads_resident); use a strategy that keeps weights on the device"
         )
     if not problem.bandwidth:
-        raise StrategyError(f"strategy {strategy!r} moves weights; give a bandwidth above 0, for instance 12GB/s")
+        raise StrategyError(f"strategy {strategy!r} moves weights; {GIVE_BANDWIDTH}")
     return period_of(problem.chain)
 
 
@@ -144,6 +144,6 @@ def cyclic_schedule(strategy: str, num_stages: int, operations: Sequence[Operati
 
 
 def without_vain_copies(operations: Sequence[Operation]) -> list[Operation]:
-    """A period without copies to the host of what never leaves the device."""
+    """Remove copies to the host of values that never leave the device."""
     released = {operation.value for operation in operations if isinstance(operation, Release)}
     return [each for each in operations if not isinstance(each, Offload) or each.value in released]
