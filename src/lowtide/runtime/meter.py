@@ -238,7 +238,7 @@ def _existing_tensors() -> Iterable[torch.Tensor]:
     """All tensors that Python holds, with their gradients."""
     for value in gc.get_objects():
         # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
-        if issubclass(type(value), torch.Tensor):
+        if issubclass(type(value), torch.Tensor) and not torch.nn.parameter.is_lazy(value):
             yield value
             if not _has_no_memory(value) and value.is_leaf and value.grad is not None:
                 yield value.grad

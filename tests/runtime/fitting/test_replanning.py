@@ -16,7 +16,7 @@ from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.model.interception import is_compiled
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.attach import tier_for
 from lowtide.runtime.plan.plan import Part

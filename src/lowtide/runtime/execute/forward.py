@@ -74,6 +74,7 @@ class ExecutedForward(StagedForward):
         super().begin_stage(k)
         run, mode = step.runs[k], step.program.modes[step.program.first[k]]
         run.tape = self.tape
+        step.watch_reads(k)
         self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
         if mode is not Mode.NATIVE:
@@ -118,6 +119,7 @@ class ExecutedForward(StagedForward):
             run.fingerprints.finish(buffers.written(run.snapshot))
         run.parameters = self.machine.parameters_of(k)
         run.versions = versions_of(run.parameters)
+        run.trained = [parameter.requires_grad for parameter in run.parameters]
         for tensor in outputs.values() if k < self.layout.num_stages else ():
             node = tensor.grad_fn  # each look makes a new object
             if node is not None:

@@ -17,7 +17,7 @@ from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
-from lowtide.runtime.model.interception import is_compiled
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout
 from lowtide.runtime.state.buffers import Key, StageBuffers, is_buffer_of, places_in
@@ -181,6 +181,11 @@ class Machine:
         found = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         self._storages[k] = found
         return found
+
+    def note_reads(self, k: int, alive: frozenset[int], read: frozenset[int]) -> None:
+        """The next stage has read some of the tensors that stage k left; those that it read in earlier steps stay."""
+        then, earlier = self.reads.get(k, (alive, frozenset()))
+        self.reads[k] = (alive, read | earlier if then == alive else read)
 
     def buffer_storages_of(self, k: int) -> set[int]:
         """The addresses of the storages that the buffers of stage k have now."""

@@ -22,7 +22,7 @@ from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
@@ -257,6 +257,8 @@ class Plan:
             memory_budget=self.memory_budget,
             bandwidth=self._part.bandwidth or None,
             measured=measured if measured.seconds or measured.peak_bytes else None,
+            notes=self.notes,
+            is_attached=True,
             patience_seconds=patience_seconds,
             progress=progress,
         )
@@ -430,10 +432,6 @@ def _named(device: torch.device) -> str:
 
 def attached_plan(model: nn.Module) -> Plan | None:
     """The plan under which a model runs, where there is one."""
-    site = attached_site(model)
-    if isinstance(site, ModelSite):
-        execution = getattr(site.handler, "__self__", None)
-        owner = getattr(execution.handler, "__self__", None) if isinstance(execution, Execution) else None
-        if isinstance(owner, Plan):
-            return owner
-    return None
+    execution = getattr(handler_of(model), "__self__", None)
+    owner = getattr(execution.handler, "__self__", None) if isinstance(execution, Execution) else None
+    return owner if isinstance(owner, Plan) else None
