@@ -94,6 +94,19 @@ def capture(
     return _split(observation, cuts, units, trailing, keywords)
 
 
+def check_has_data(model: nn.Module) -> None:
+    """Refuse a model without data.
+
+    Raises:
+        CaptureError: with the first parameter that has none.
+    """
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise CaptureError(
+            f"parameter {empty!r} is on the meta device and has no data; load or initialise the model first"
+        )
+
+
 def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """Refuse wrong arguments before anything runs.
 
@@ -102,11 +115,6 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}, expected an nn.Module")
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise CaptureError(
-            f"parameter {empty!r} is on the meta device and has no data; load or initialize the model first"
-        )
     planned = planned_part_of(model)
     if planned is not None:
         raise CaptureError(

@@ -32,7 +32,7 @@ from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
-from lowtide.runtime.capture.capture import StageNames, capture
+from lowtide.runtime.capture.capture import StageNames, capture, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import wait_for_autograd
 from lowtide.runtime.measure.figures import Progress, measured_stages
@@ -99,6 +99,8 @@ def measure(
         >>> measure(model, torch.zeros(2, 4)).num_stages
         2
     """
+    check_arguments(model, stages, loss)
+    check_has_data(model)
     _, chain = capture_and_measure(
         model,
         sample,
