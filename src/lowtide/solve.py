@@ -114,6 +114,7 @@ def solve(
     segments: int | None = None,
     duplex: bool = True,
     manage_weights: bool = False,
+    step_in_backward: bool = False,
     progress: Progress | None = None,
 ) -> Solution:
     """Compute a schedule that stays within a budget.
@@ -128,6 +129,8 @@ def solve(
         segments: the number of segments, for strategy `"segments"`.
         duplex: both directions at once.
         manage_weights: whether `"auto"` may also move weights; such schedules can be simulated, but not executed.
+        step_in_backward: for strategy `"joint"`, update each stage right after its backward instead of all stages
+            after the last backward.
         progress: called with the name of what is being tried and the share done, 0 to 1.
 
     Raises:
@@ -144,19 +147,29 @@ def solve(
     chain = as_chain(chain)
     budget = parse_bytes(memory_budget)
     rate = 0 if bandwidth is None else parse_bandwidth(bandwidth)
-    settings = {"slots": _checked_count("slots", slots), "segments": _checked_count("segments", segments)}
+    settings: dict[str, int | bool | None] = {
+        "slots": _checked_count("slots", slots),
+        "segments": _checked_count("segments", segments),
+        "step_in_backward": step_in_backward,
+    }
     problem = Problem(chain, budget, rate, duplex, lambda s: simulate(chain, s, bandwidth=rate, duplex=duplex))
     if strategy != AUTO:
         entry = find(strategy)
         if segments is not None and entry.name != "segments":
             raise StrategyError(f"strategy {strategy!r} has no setting 'segments'; only the strategy 'segments' has")
+        if step_in_backward and not entry.lists_updates:
+            raise StrategyError(
+                f"strategy {strategy!r} has no setting 'step_in_backward'; only the strategy 'joint' has"
+            )
         answer, trace = _checked(entry, problem, settings)
         return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, ())
     candidates: list[Candidate] = []
     best: tuple[Entry, Answer, Trace] | None = None
     moving: tuple[Entry, Answer, Trace] | None = None  # the best that manages weights
     others: list[tuple[Entry, Answer, Trace]] = []  # those that do not
-    entries = applicable(chain, rate, manage_weights=manage_weights)
+    if step_in_backward:
+        raise StrategyError("step_in_backward is a setting of the strategy 'joint'; give strategy=\"joint\" with it")
+    entries = [entry for entry in applicable(chain, rate, manage_weights=manage_weights) if not entry.lists_updates]
     floor = _least_seconds(chain)
     for tried, entry in enumerate(entries):
         if progress is not None:
@@ -207,7 +220,7 @@ def _least_seconds(chain: Chain) -> float:
     return sum(min(way.forward_seconds + way.backward_seconds for way in own) for own in ways)
 
 
-def _checked(entry: Entry, problem: Problem, settings: Mapping[str, int | None]) -> tuple[Answer, Trace]:
+def _checked(entry: Entry, problem: Problem, settings: Mapping[str, int | bool | None]) -> tuple[Answer, Trace]:
     """A strategy's answer and its simulation; fails if the answer is above the budget."""
     answer = entry.make(**settings).plan(problem)
     trace = simulate(problem.chain, answer.schedule, bandwidth=problem.bandwidth, duplex=problem.duplex)

@@ -39,6 +39,7 @@ FROZEN = {
         "--slots",
         "--segments",
         "--half-duplex",
+        "--step-in-backward",
         "-o",
         "--output",
         "--json",

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from lowtide import Backward, Chain, Forward, Offload, Prefetch, Release, Schedule
-from lowtide.schedule import Start
+from lowtide.schedule import Operation, Start
 
 # What may happen to one value in one gap: O offload, R release, P prefetch. Copying out what has just come only costs.
 _ACTIONS = ("", "O", "R", "OR", "P")
@@ -212,14 +212,22 @@ class TinyProblem:
     def schedule(self, gaps: list[list[tuple[int, str]]], states: list[tuple[bool, bool]]) -> Schedule:
         """A list as a schedule."""
         kinds = tuple(dict.fromkeys(kind for kind, _ in self.values))
+        return Schedule("brute force", self.operations(gaps), kinds, self.start(states))
+
+    def operations(self, gaps: list[list[tuple[int, str]]]) -> list[Operation]:
+        """A list as operations."""
         made = {"O": Offload, "R": Release, "P": Prefetch}
         operations = []
         for gap, computation in zip(gaps, self.computations, strict=True):
             operations += [made[action](*self.values[value]) for value, action in gap]
             operations.append(computation)
+        return operations
+
+    def start(self, states: list[tuple[bool, bool]]) -> Start:
+        """Where the values are at the beginning."""
         device = {value for value, (there, _) in zip(self.values, states, strict=True) if there}
         host = {value for value, (_, current) in zip(self.values, states, strict=True) if current}
-        return Schedule("brute force", operations, kinds, Start(frozenset(device), frozenset(host)))
+        return Start(frozenset(device), frozenset(host))
 
 
 def fastest_period(problem: TinyProblem) -> tuple[float, Schedule | None]:

@@ -51,6 +51,10 @@ Segments = Annotated[
         "--segments", metavar="K", help="For strategy segments: their number; else the best.", show_default=False
     ),
 ]
+StepInBackward = Annotated[
+    bool,
+    typer.Option("--step-in-backward", help="For strategy joint: update each stage right after its backward."),
+]
 OutputFile = Annotated[
     str | None,
     typer.Option("-o", "--output", metavar="SCHEDULE.json", help="Write the schedule here.", show_default=False),
@@ -71,6 +75,7 @@ def command(
     slots: Slots = None,
     segments: Segments = None,
     half_duplex: HalfDuplex = False,
+    step_in_backward: StepInBackward = False,
     output: OutputFile = None,
     json: Json = False,
 ) -> None:
@@ -95,6 +100,7 @@ def command(
                 slots=slots,
                 segments=segments,
                 duplex=not half_duplex,
+                step_in_backward=step_in_backward,
                 progress=progress,
             )
     except InfeasibleBudgetError as error:

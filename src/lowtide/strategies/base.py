@@ -129,6 +129,8 @@ class Entry:
     moves: bool = False
     """Moves values between device and host: needs a bandwidth."""
     manages_weights: bool = False
+    lists_updates: bool = False
+    """Its times include the optimizer steps: `auto` does not compare it with the others."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -241,6 +243,16 @@ REGISTRY: dict[str, Entry] = {
             "WeightsL2L",
             moves=True,
             manages_weights=True,
+        ),
+        Entry(
+            "joint",
+            "weights, gradients, optimizer state and activations: move or recompute",
+            "-",
+            f"{_HERE}.joint",
+            "Joint",
+            moves=True,
+            manages_weights=True,
+            lists_updates=True,
         ),
     )
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lowtide.chain import Chain
+from lowtide.schedule import Backward, Forward
 from lowtide.strategies.continuous.backward import Blocks, blocks_of
 from lowtide.strategies.continuous.bounds import Bounds, bounds_of, least_forward, least_rest, rest_of
 from lowtide.strategies.continuous.forward import KIND, MOVED, PARENT, STAGE, Found, search
@@ -91,6 +92,17 @@ class ContinuousModel:
         plans = self._read_off(best, blocks, memory, num_plans)
         return sorted([*plans, fallback], key=lambda plan: plan.seconds)[:num_plans]
 
+    def bound_seconds(self, memory_budget: int) -> float:
+        """No schedule within a budget is faster, whatever it recomputes and moves."""
+        room = (memory_budget - self.chain.fixed_bytes - int(self.arrays.output[0])) / self.bandwidth
+        return least_rest(rest_of(self.bounds, 1), room, 0.0, 0.0)
+
+    def least_order(self) -> tuple[Forward | Backward, ...]:
+        """The computations of a schedule for `minimum_bytes`."""
+        memory, slots = self.minimum_bytes - self.chain.fixed_bytes, max(1, DEFAULT_NUM_SLOTS // _BLOCK_SLOTS)
+        blocks = self._blocks(memory, slots, 0.0)
+        return read_off(self.arrays, blocks, self._steps_of_least_memory(), memory, self.bandwidth).order
+
     def plans_within(
         self, memory_budget: int, slots: int, num_plans: int, limit_seconds: float
     ) -> list[ContinuousPlan]:
@@ -113,8 +125,7 @@ class ContinuousModel:
 
     def _first_search(self, memory: int, slots: int, plain: float, known: float) -> tuple[float, Found | None]:
         """A time that is reachable, near the best, and the search that found it (None: it was known)."""
-        room = (memory - int(self.arrays.output[0])) / self.bandwidth
-        bound = least_rest(rest_of(self.bounds, 1), room, 0.0, 0.0)
+        bound = self.bound_seconds(memory + self.chain.fixed_bytes)
         label_slots, block_slots = max(4, slots // _COARSER), slots  # mostly it is, and the table serves again
         for reach in (*_REACH, math.inf):
             limit = min(known, plain + reach * (bound - plain + _LEAST_REACH * plain))

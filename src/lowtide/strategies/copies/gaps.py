@@ -77,6 +77,7 @@ class Profile:
         self.order = tuple(order)
         self.seconds = np.zeros(len(self.order))
         self.peak_bytes = np.zeros(len(self.order), dtype=np.int64)
+        self.after_bytes = np.zeros(len(self.order), dtype=np.int64)  # what is stored after each, with nothing moved
         self.gaps: tuple[Gap, ...] = ()
         self.freed: dict[int, list[Release]] = {}  # by position, the side values that nothing needs after it
         _Reader(self).read()
@@ -176,6 +177,7 @@ class _Reader:
                 self._forward(position, operation)
             else:
                 self._backward(position, operation)
+            self.profile.after_bytes[position] = self.stored
         self.profile.gaps = tuple(sorted(self.gaps, key=lambda gap: (gap.made, gap.value[1], gap.begin)))
 
     def _forward(self, position: int, operation: Forward) -> None:

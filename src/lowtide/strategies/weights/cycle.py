@@ -34,7 +34,7 @@ def _replay(course: Course, events: Ints, num_events: int, clocks: Floats, copie
     for at in range(num_events):
         kind, index = events[at, 0], events[at, 1]
         if kind == COMPUTE:
-            for slot in range(2):
+            for slot in range(course.values_at.shape[1]):
                 if course.values_at[index, slot] >= 0:
                     clocks[CLOCK] = max(clocks[CLOCK], copies[ARRIVED, course.values_at[index, slot]])
             clocks[CLOCK] += course.seconds[index]

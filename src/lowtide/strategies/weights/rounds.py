@@ -36,9 +36,8 @@ class Course(NamedTuple):
 
     seconds: Floats
     bytes_at: Ints  # [position, GAP or STANDING], values that move not counted
-    values_at: (
-        Ints  # [position, 2]: the values that move and that the computation needs; -1: none. Backwards change them
-    )
+    values_at: Ints  # [position, slot]: the values that move and that the computation needs or makes; -1: none
+    changes: NDArray[np.bool_]  # likewise: whether it changes or makes that value
     value_bytes: Ints
     resident_bytes: int  # with everything on the device
     memory_budget: int
@@ -50,9 +49,9 @@ class Moves(NamedTuple):
     """The choices taken, in the order in which they are fetched: those for the backwards first."""
 
     table: Ints  # [move, VALUE … COPIES]
-    at_use: Ints  # [position, 2]: the moves that begin after that computation, -1: none
+    at_use: Ints  # [position, slot]: the moves that begin after that computation, -1: none
     early: Ints  # the moves that may be copied out before their use, by use
-    num_wrapping: int  # how many are fetched for the backwards: they are away when a round begins
+    num_wrapping: int  # so many of the first to be fetched are away when a round begins
 
 
 class State(NamedTuple):
@@ -67,14 +66,16 @@ class State(NamedTuple):
 
 
 GAP, STANDING = range(2)
-VALUE, BYTES, USE, NEED, COPIES = range(5)  # COPIES: 0 never, 1 at its use, 2 at its use or before
+# COPIES: 0 never, 1 at its use, 2 at its use or before; MADE: the last computation up to USE that changes it, -1: none
+# since the round began
+VALUE, BYTES, USE, NEED, COPIES, MADE = range(6)
 CLOCK, TO_HOST, TO_DEVICE = range(3)
 RESIDENT, NEXT, NUM_PENDING, NUM_EVENTS = range(4)
 ON_DEVICE, PENDING, AWAY = range(3)
 ARRIVED, COPIED = range(2)
 
 
-def new_state(num_stages: int, num_moves: int, num_values: int) -> State:
+def new_state(num_positions: int, num_moves: int, num_values: int) -> State:
     """A state with room for all events of a round."""
     return State(
         np.zeros(3),
@@ -82,7 +83,7 @@ def new_state(num_stages: int, num_moves: int, num_values: int) -> State:
         np.zeros(num_moves, np.int64),
         np.zeros(num_moves + 1, np.int64),
         np.zeros((2, num_values)),
-        np.zeros((2 * num_stages + 5 * num_moves, 2), np.int64),
+        np.zeros((num_positions + 5 * num_moves, 2), np.int64),
     )
 
 
@@ -107,7 +108,7 @@ def copy_end(course: Course, clocks: Floats, channel: int, value: int) -> float:
 @kernel
 def _begin_leaving(course: Course, moves: Moves, state: State, position: int) -> None:
     """Step 1: what the computation at `position` used, and may go."""
-    for slot in range(2):
+    for slot in range(moves.at_use.shape[1]):
         move = moves.at_use[position, slot]
         if move < 0:
             continue
@@ -162,7 +163,7 @@ def _fetch(course: Course, moves: Moves, state: State, move: int) -> None:
 def _starts_at(course: Course, state: State, position: int) -> float:
     """When the computation could start, for all that is known: its values have arrived."""
     clock = state.clocks[CLOCK]
-    for slot in range(2):
+    for slot in range(course.values_at.shape[1]):
         value = course.values_at[position % len(course.seconds), slot]
         if value >= 0:
             clock = max(clock, state.copies[ARRIVED, value])
@@ -181,7 +182,9 @@ def _has_room(course: Course, moves: Moves, state: State, position: int, move: i
     if course.bytes_at[position % num_positions, GAP] > room:
         return False
     clock, channel = _starts_at(course, state, position), state.clocks[TO_HOST]
-    ends = np.empty(num_pending + 2 * max(0, need - position))  # when what is leaving will be gone, in order …
+    ends = np.empty(
+        num_pending + moves.at_use.shape[1] * max(0, need - position)
+    )  # when what is leaving will be gone, in order …
     sizes = np.empty(len(ends), np.int64)  # … and its bytes
     for at in range(num_pending):
         ends[at] = _ready(moves, state, at)
@@ -195,7 +198,7 @@ def _has_room(course: Course, moves: Moves, state: State, position: int, move: i
         if course.bytes_at[here, STANDING] > room:
             return False
         clock += course.seconds[here]
-        for slot in range(2):
+        for slot in range(moves.at_use.shape[1]):
             leaving = moves.at_use[here, slot]
             if leaving >= 0:
                 copies = moves.table[leaving, COPIES]
@@ -270,7 +273,7 @@ def _fill_gap(
 def _offload_early(course: Course, moves: Moves, state: State, position: int) -> None:
     """Send to the host what leaves after a later forward, where that channel would otherwise be idle."""
     window = np.inf  # until the next copy out that cannot be early
-    for slot in range(2):
+    for slot in range(moves.at_use.shape[1]):
         move = moves.at_use[position, slot]
         if move >= 0 and moves.table[move, COPIES] == 1:
             window = course.seconds[position]
@@ -278,8 +281,11 @@ def _offload_early(course: Course, moves: Moves, state: State, position: int) ->
         best = -1
         for move in moves.early:
             use, num_bytes = moves.table[move, USE], moves.table[move, BYTES]
-            changed = len(course.seconds) - 1 - use  # its backward
-            if position <= changed or position > use or state.copies[COPIED, moves.table[move, VALUE]] < np.inf:
+            if (
+                position <= moves.table[move, MADE]
+                or position > use
+                or state.copies[COPIED, moves.table[move, VALUE]] < np.inf
+            ):
                 continue
             if num_bytes / course.bandwidth <= window and (best < 0 or num_bytes < moves.table[best, BYTES]):
                 best = move
@@ -294,9 +300,9 @@ def _offload_early(course: Course, moves: Moves, state: State, position: int) ->
 def _compute(course: Course, state: State, position: int) -> None:
     state.clocks[CLOCK] = _starts_at(course, state, position) + course.seconds[position]
     _record(state, COMPUTE, position)
-    for slot in range(2):
+    for slot in range(course.values_at.shape[1]):
         value = course.values_at[position, slot]
-        if value >= 0 and 2 * position < len(course.seconds):
+        if value >= 0 and course.changes[position, slot]:
             state.copies[COPIED, value] = np.inf
 
 
@@ -309,9 +315,10 @@ def _begin(course: Course, moves: Moves, state: State, cut: int) -> None:
     state.away[:] = ON_DEVICE
     state.counts[RESIDENT] = course.resident_bytes
     state.counts[NEXT] = cut
-    for move in range(cut, moves.num_wrapping):
-        state.away[move] = AWAY
-        state.counts[RESIDENT] -= moves.table[move, BYTES]
+    for move in range(cut, len(moves.table)):
+        if moves.table[move, NEED] >= len(course.seconds):
+            state.away[move] = AWAY
+            state.counts[RESIDENT] -= moves.table[move, BYTES]
 
 
 @kernel
@@ -338,16 +345,21 @@ def _run_round(course: Course, moves: Moves, state: State, begun: int, cut: int,
 def run_cut(course: Course, moves: Moves, state: State, cut: int, patient: bool) -> bool:
     """Run a cut until a round ends as it began; its events are left in the state. False where the cut cannot run."""
     before = np.zeros(len(moves.table), np.bool_)
+    uncopied = np.zeros(len(course.value_bytes), np.bool_)
     for attempt in range(2):
         _begin(course, moves, state, cut)
         for begun in range(_LARGEST_NUM_ROUNDS):
             for move in range(len(before)):
                 before[move] = state.away[move] == AWAY
+            for value in range(len(uncopied)):
+                uncopied[value] = state.copies[COPIED, value] == np.inf
             if not _run_round(course, moves, state, begun, cut, patient, attempt == 1):
                 break
             repeats = True
             for move in range(len(before)):
                 repeats = repeats and before[move] == (state.away[move] == AWAY)
+            for value in range(len(uncopied)):
+                repeats = repeats and uncopied[value] == (state.copies[COPIED, value] == np.inf)
             if repeats:
                 return True
     return False

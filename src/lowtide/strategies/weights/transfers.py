@@ -56,7 +56,7 @@ def place(
     values: list[Value] = sorted({(choice.kind, choice.stage) for choice in chosen})
     course = _course_of(period, values, memory_budget, bandwidth, duplex)
     moves = _moves_of(period, chosen, values, discount)
-    state = new_state(period.num_stages, len(chosen), len(values))
+    state = new_state(2 * period.num_stages, len(chosen), len(values))
     events = np.zeros_like(state.events)
     tried = [cut for cut in cuts or range(moves.num_wrapping + 1) if cut <= moves.num_wrapping]
     seconds, cut, num_events = best_cut(course, moves, state, np.array(tried, np.int64), events)
@@ -72,12 +72,15 @@ def _course_of(period: Period, values: list[Value], memory_budget: int, bandwidt
         values_at[n - k, 0 if kind == "w" else 1] = index
         if kind == "w":
             values_at[n + k - 1, 0] = index
+    changes = np.zeros((2 * n, 2), np.bool_)
+    changes[:n] = True  # the backwards
     sizes = {"w": period.weight_bytes, "opt": period.optimizer_bytes}
     bytes_at = [from_backward(period, listed).astype(np.int64) for listed in (period.gap_bytes, period.standing_bytes)]
     return Course(
         from_backward(period, period.seconds).astype(np.float64),
         np.stack(bytes_at, axis=1),
         values_at,
+        changes,
         np.array([sizes[kind][k - 1] for kind, k in values], np.int64),
         period.resident_bytes,
         memory_budget,
@@ -91,7 +94,7 @@ def _moves_of(period: Period, chosen: Sequence[Choice], values: list[Value], dis
     ordered = sorted(chosen, key=lambda choice: (choice.need % num_positions, choice.kind))
     index_of = {value: index for index, value in enumerate(values)}
     sent = {(choice.kind, choice.stage) for choice in chosen if not choice.clean}
-    table = np.zeros((len(ordered), 5), np.int64)
+    table = np.zeros((len(ordered), 6), np.int64)
     at_use = np.full((num_positions, 2), -1)
     early = []
     for move, choice in enumerate(ordered):
@@ -99,7 +102,8 @@ def _moves_of(period: Period, chosen: Sequence[Choice], values: list[Value], dis
         copies = 1
         if choice.clean:
             copies = 2 if value not in sent else 0 if discount else 1
-        table[move] = index_of[value], choice.num_bytes, choice.use, choice.need, copies
+        changed = period.num_stages - choice.stage  # its backward
+        table[move] = index_of[value], choice.num_bytes, choice.use, choice.need, copies, changed
         at_use[choice.use, 0 if choice.kind == "w" else 1] = move
         early += [move] if copies == 2 else []
     early.sort(key=lambda move: ordered[move].use)

@@ -1,0 +1,1 @@
+"""Weights, weight gradients, optimizer state and activations in one order of computations."""
