@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+import lowtide
 from lowtide.integrations.first_call import FirstCall
-from lowtide.runtime.fitting.fit import fit
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.plan import Plan
 
@@ -45,7 +45,7 @@ class Planned:
         def on_call(module: nn.Module, sample: Sample) -> None:
             self._stop_waiting()
             options = {**inferred, **self._options}
-            self.plan = fit(module, sample_for(module, sample), memory_budget=self._memory_budget, **options)
+            self.plan = lowtide.fit(module, sample_for(module, sample), memory_budget=self._memory_budget, **options)
             LOGGER.info("%s", self.plan)
 
         self._waiting = [FirstCall(module, on_call) for module in modules]
