@@ -49,8 +49,7 @@ class StageVariants:
             )
         if chain is None:
             raise PlanError(
-                "the schedule uses variants, whose names are in the chain; attach the solution, not only its "
-                "schedule"
+                "the schedule uses variants, whose names are in the chain; attach the solution, not only its schedule"
             )
         indices = [0]
         for k, variant in list(enumerate(program.variants))[1:]:
