@@ -37,6 +37,7 @@ from lowtide.trace import Trace
 
 if TYPE_CHECKING:
     from lowtide.runtime.execute.executor import is_recomputing
+    from lowtide.runtime.fitting.estimate import Estimate, estimate
     from lowtide.runtime.fitting.fit import fit
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
@@ -45,8 +46,10 @@ if TYPE_CHECKING:
 
 # What imports torch is imported when it is first used.
 _LAZY = {
+    "Estimate": "lowtide.runtime.fitting.estimate",
     "Plan": "lowtide.runtime.plan.plan",
     "attach": "lowtide.runtime.plan.attach",
+    "estimate": "lowtide.runtime.fitting.estimate",
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
@@ -63,6 +66,7 @@ __all__ = [
     "Chain",
     "ChainError",
     "Comparison",
+    "Estimate",
     "ExecutionError",
     "Forward",
     "Frontier",
@@ -91,6 +95,7 @@ __all__ = [
     "attach",
     "bound",
     "compare",
+    "estimate",
     "fit",
     "frontier",
     "is_recomputing",

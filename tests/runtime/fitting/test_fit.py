@@ -143,7 +143,7 @@ def test_other_shapes():
     assert_equal(train(model, inputs), train(deep(), inputs))
     assert plan.num_shapes == 2  # smaller ones run under the plan of a larger one
     plan = lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, replan=False)
-    with pytest.raises(lowtide.PlanError, match=r"\[20, 32\] float32, the plan is for \[512, 32\] float32"):
+    with pytest.raises(lowtide.PlanError, match=r"\[20, 32\] float32, but the plan is for \[512, 32\] float32"):
         model(x[:20])
     model.eval()
     model(x[:20])

@@ -52,7 +52,7 @@ def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
     ("sample", "name"), [((iter([torch.zeros(2, WIDTH)]),), "0"), ({"parts": zip([1], [2], strict=True)}, "'parts'")]
 )
 def test_an_argument_that_can_be_read_once(call, sample, name):
-    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*give a list"):
+    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*pass a list"):
         call(chain_of_blocks(), sample)
 
 
@@ -90,7 +90,7 @@ def test_a_result_in_which_no_tensor_is_seen(call):
         def forward(self, x: torch.Tensor) -> types.SimpleNamespace:
             return types.SimpleNamespace(logits=self.blocks(x))
 
-    with pytest.raises(lowtide.CaptureError, match=r"no tensor is seen.*\(SimpleNamespace\); return .*dataclasses"):
+    with pytest.raises(lowtide.CaptureError, match=r"found no tensor.*\(SimpleNamespace\); return .*dataclasses"):
         call(Wrapped(), torch.zeros(2, WIDTH))
 
 
@@ -138,7 +138,7 @@ class Differentiating(nn.Module):
 
 @both
 def test_a_forward_that_computes_gradients_says_where_to_compute_them(call):
-    with pytest.raises(lowtide.CaptureError, match="computes gradients of its own; fit the network that is diff"):
+    with pytest.raises(lowtide.CaptureError, match="computes gradients itself; fit only the network that is diff"):
         call(Differentiating(), torch.zeros(2, WIDTH))
 
 
@@ -158,7 +158,7 @@ def test_a_solution_for_a_model_with_more_blocks():
 def test_a_model_with_a_plan_is_not_measured_again():
     model = chain_of_blocks()
     plan = fit(model, torch.zeros(2, WIDTH))
-    with pytest.raises(lowtide.CaptureError, match=r"a plan is attached to the model; detach it first"):
+    with pytest.raises(lowtide.CaptureError, match=r"the model already has a plan; call plan.detach\(\) first"):
         lowtide.measure(model, torch.zeros(2, WIDTH))
     plan.detach()
     assert lowtide.measure(model, torch.zeros(2, WIDTH)).num_stages == 4
@@ -288,7 +288,7 @@ def test_a_model_with_other_submodules_than_planned_for_is_refused(change, path)
     chain = lowtide.measure(model, x)
     plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
     change(model)
-    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' is not what it was .*fit again"):
+    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' has changed since the plan.*call fit again"):
         model(x)
     plan.detach()
     model(x).sum().backward()
@@ -319,7 +319,7 @@ def test_another_name_for_a_submodule_is_no_other_submodule():
         model(x).sum().backward()
         assert plan.stats().num_steps == 3
         model.blocks[1] = nn.Linear(WIDTH, WIDTH)  # which the other name still knows
-        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' is not what it was"):
+        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' has changed since the plan was made"):
             model(x)
 
 

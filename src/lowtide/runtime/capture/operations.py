@@ -1,4 +1,4 @@
-"""What one operation does, as a watched forward notes it: what it writes to, and what work it is."""
+"""What one operation of a watched forward does: what it writes, and what work it is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is a parameter's copy in another dtype: autocast makes and keeps them, and hands them out again."""
+    """Whether this is a parameter's copy in another dtype: autocast makes, keeps and reuses them."""
     return (
         func is torch.ops.aten._to_copy.default
         and isinstance(args[0], torch.Tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, SampleError, shown
-from lowtide.runtime.capture.capture import StageNames, check_arguments
+from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
@@ -104,6 +104,7 @@ def fit(
     """
     check_is_model(model)
     check_arguments(model, stages, loss)
+    check_has_data(model)
     if progress is not None and not callable(progress):
         raise PlanError(f"progress is {shown(progress)}, expected a function of what is being done and the share done")
     if strategy != AUTO:

@@ -22,7 +22,10 @@ from torch import nn
 from lowtide.errors import LowtideWarning, PlanError
 from lowtide.runtime.model.call_site import Layer, Rank, layers_of
 
-COMPILE_STAGES = "call lowtide.fit(..., compile_stages=True), which compiles its stages and plans with them"
+WHOLE_IS_COMPILED = (
+    "the whole model is compiled, so its stages cannot be seen; pass the model without torch.compile, and "
+    "compile_stages=True to compile its blocks"
+)
 
 
 class Bypass:
@@ -52,8 +55,7 @@ class Bypass:
         if type(model).__call__ is not nn.Module.__call__:
             how = f"the __call__ of {kind} does not call nn.Module's; end it with super().__call__(...)"
         warnings.warn(
-            f"this {kind} runs without its plan, and may take more than the budget: {how}, or detach the plan "
-            "(plan.detach())",
+            f"this {kind} runs without its plan and may exceed the budget: {how}; or detach the plan (plan.detach())",
             LowtideWarning,
             stacklevel=depth + 2,
         )
@@ -130,6 +132,6 @@ def _refuse_under_plan(module: nn.Module) -> None:
         return
     what = "is part of a model that runs" if is_part else "runs"
     raise PlanError(
-        f"this {type(found).__name__} {what} under a plan, and compiled code would pass it by; detach the plan "
-        f"(plan.detach()), and {COMPILE_STAGES}"
+        f"this {type(found).__name__} {what} under a plan, which compiled code would bypass; call plan.detach() and "
+        "pass compile_stages=True to fit, which compiles its blocks and plans with them"
     )
