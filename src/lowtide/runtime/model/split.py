@@ -162,7 +162,9 @@ class Split:
         return cls(
             stages,
             {_of(str, name): value for name, value in _of(dict, values["call_keywords"]).items()},
-            *(_of(int, values[name]) for name in ("held_bytes", "activation_bytes", "largest_stage_bytes")),
+            _of(int, values["held_bytes"]),
+            _of(int, values["activation_bytes"]),
+            _of(int, values["largest_stage_bytes"]),
             tuple(_of(str, note) for note in _of(list, values["notes"])),
         )
 
