@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_readme import blocks
+import torch
+from tests.pages import blocks
+from torch import nn
 
 import lowtide
 from lowtide.schedule import Forward
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = sorted((DOCS / "recipes").glob("*.md"))
