@@ -36,7 +36,7 @@ Bandwidth = Annotated[
 
 EXAMPLES = (
     "lowtide batch my_package.training:make --memory 24GiB",
-    "lowtide batch my_package.training:make --memory 24GiB --dim 1 --most 32768 --json",
+    "lowtide batch training:make --memory 24GiB --dim 1 --most 32768 --json",
 )
 
 

@@ -216,6 +216,8 @@ def test_it_can_be_looked_at(tmp_path):
         assert data["measured"]["num_steps"] == 1
         assert data["measured"]["seconds"] == plan.stats().measured_seconds
         assert data["measured"]["device"] == "the CPU"
+        assert data["notes"] == list(plan.notes)  # what the console says, the page says too
+        assert data["attached"]
 
 
 def test_models_with_glue_and_a_loss_inside():
