@@ -63,7 +63,7 @@ class Execution:
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
         layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
-        self._interception = Interception(model, layout.units, self._handle)
+        self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(
