@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_readme import blocks
+import torch
+from tests.pages import blocks
+from torch import nn
 
 import lowtide
 import lowtide.report.page
 from lowtide import Chain, Forward, Stage
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 DOCS = Path(__file__).parents[1] / "docs"
 
