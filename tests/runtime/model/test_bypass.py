@@ -80,7 +80,7 @@ def test_a_call_of_its_own_that_does_not_come_to_modules():
         pytest.warns(lowtide.LowtideWarning, match=r"the __call__ of OwnCall does not call nn.Module's"),
     ):
         model(X)
-    with pytest.raises(lowtide.CaptureError, match=r"OwnCall has a __call__ of its own that does not call nn.Module's"):
+    with pytest.raises(lowtide.CaptureError, match=r"OwnCall has its own __call__ that does not call nn.Module's"):
         lowtide.fit(model, X, memory_budget="1GiB", bandwidth=0)
 
 

@@ -149,7 +149,7 @@ def _refuse_an_empty_batch(sample: Sample) -> None:
 def _refuse_what_cannot_work(model: nn.Module, observation: Observation) -> None:
     if not any(call.depth == 0 and not call.path for call in observation.calls):
         raise CaptureError(
-            f"{type(model).__name__} has a __call__ of its own that does not call nn.Module's, so its calls cannot be "
+            f"{type(model).__name__} has its own __call__ that does not call nn.Module's, so its calls cannot be "
             "seen; name it forward, or end it with super().__call__(...)"
         )
     if observation.checkpoints:

@@ -122,7 +122,7 @@ class Program:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The stages of which a recomputation saves what backward needs."""
+        """The stages whose recomputation saves what backward needs."""
         forwards = ((index, op) for index, op in enumerate(self.operations) if isinstance(op, Forward))
         return tuple(sorted({op.stage for i, op in forwards if op.save == "all" and self.first[op.stage] != i}))
 
@@ -132,11 +132,11 @@ class Program:
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
 
     def origin_of(self, k: int) -> int:
-        """The first of the schedule's own stages that stage k stands for."""
+        """The first of the schedule's own stages that stage k represents."""
         return 1 + sum(self.sizes[: k - 1])
 
     def keeps_outputs(self, k: int) -> bool:
-        """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""
+        """Whether anything besides autograd needs the output of stage k (of the caller, for k = 0)."""
         return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved
 
 

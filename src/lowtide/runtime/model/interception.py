@@ -145,12 +145,12 @@ class Interception:
 
 
 def handler_of(model: nn.Module) -> Callable[..., Any] | None:
-    """Who is called in place of a model, where anybody is."""
+    """The handler that is called instead of a model, if any."""
     return next((layer.handler for layer in layers_of(model, ModelLayer)), None)
 
 
 def planned_part_of(model: nn.Module) -> str | None:
-    """The path of a submodule that has a plan of its own."""
+    """The path of a submodule that has its own plan."""
     parts = ((path, module) for path, module in model.named_modules() if module is not model)
     return next((path for path, module in parts if handler_of(module) is not None), None)
 

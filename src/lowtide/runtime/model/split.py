@@ -170,7 +170,7 @@ class Split:
 
 
 def _of(kind: type[_Kind], value: Any) -> _Kind:
-    """A value that is to be of a kind; a truth value is no number."""
+    """Check the type of a value; a bool is not a number."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
     return value
