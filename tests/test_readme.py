@@ -12,20 +12,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.pages import blocks
 
 from lowtide.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(page, language):
-    """The blocks of a page that are run, with the numbers of their lines."""
-    text = "\n" + page.read_text(encoding="utf-8")  # so that a block on the first line has a line before it
-    for found in re.finditer(r"^([^\n]*)\n```(console|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        before, kind, body = found.groups()
-        if kind == language and not before.startswith("<!-- not run"):
-            yield text[: found.start(3)].count("\n"), body
 
 
 def sessions(body):
@@ -45,7 +37,13 @@ def sessions(body):
         yield command, printed
 
 
-CONSOLE = [pytest.param(body, id=f"{page.name}:{line}") for page in PAGES for line, body in blocks(page, "console")]
+# Blocks with these commands need torch.
+_MEASURING = re.compile(r"^\$ lowtide (measure|batch|estimate)\b", re.MULTILINE)
+CONSOLE = [
+    pytest.param(body, id=f"{page.name}:{line}", marks=[pytest.mark.torch] if _MEASURING.search(body) else [])
+    for page in PAGES
+    for line, body in blocks(page, "console")
+]
 
 
 @pytest.fixture
@@ -79,8 +77,10 @@ def check_printed(command, expected, printed):
         pytest.fail(f"$ {command}\nis said to print\n{expected}\nand prints\n{printed}", pytrace=False)
 
 
+@pytest.mark.torch
 def test_the_python_of_the_readme_runs(folder):
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4)))
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     the_users_own = {

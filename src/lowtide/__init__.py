@@ -36,9 +36,12 @@ from lowtide.solve import Solution, solve
 from lowtide.trace import Trace
 
 if TYPE_CHECKING:
+    from lowtide.integrations.lightning import LightningCallback
+    from lowtide.integrations.transformers import TransformersCallback
     from lowtide.runtime.execute.executor import is_recomputing
     from lowtide.runtime.fitting.estimate import Estimate, estimate
     from lowtide.runtime.fitting.fit import fit
+    from lowtide.runtime.fitting.largest import LargestBatch, largest_batch
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
     from lowtide.runtime.plan.load import load_plan
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 
 # What imports torch is imported when it is first used.
 _LAZY = {
+    "LightningCallback": "lowtide.integrations.lightning",
+    "TransformersCallback": "lowtide.integrations.transformers",
+    "LargestBatch": "lowtide.runtime.fitting.largest",
     "Estimate": "lowtide.runtime.fitting.estimate",
     "Plan": "lowtide.runtime.plan.plan",
     "attach": "lowtide.runtime.plan.attach",
@@ -53,6 +59,7 @@ _LAZY = {
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
+    "largest_batch": "lowtide.runtime.fitting.largest",
     "load_plan": "lowtide.runtime.plan.load",
 }
 
@@ -71,6 +78,8 @@ __all__ = [
     "Forward",
     "Frontier",
     "InfeasibleBudgetError",
+    "LargestBatch",
+    "LightningCallback",
     "LowtideError",
     "LowtideWarning",
     "Offload",
@@ -88,6 +97,7 @@ __all__ = [
     "Stage",
     "StrategyError",
     "Trace",
+    "TransformersCallback",
     "UnitError",
     "Update",
     "Variant",
@@ -99,6 +109,7 @@ __all__ = [
     "fit",
     "frontier",
     "is_recomputing",
+    "largest_batch",
     "load_plan",
     "measure",
     "select",

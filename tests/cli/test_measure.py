@@ -5,6 +5,8 @@ import pytest
 from lowtide import Chain
 from lowtide.cli import main
 
+pytestmark = pytest.mark.torch
+
 SMALL = [
     "gpt2",
     "--batch",
@@ -132,8 +134,8 @@ def test_what_is_wrong_in_the_module_of_the_user_is_no_defect_of_lowtide(source,
     [
         (["resnet17"], "resnet18"),
         (["GPT2"], "did you mean 'gpt2'?"),
-        ([":make"], "':make' names no module; write module:function"),
-        (["package.training:"], "'package.training:' names no function; write module:function"),
+        ([":make"], "':make' lacks the name of a module; write module:function"),
+        (["package.training:"], "'package.training:' lacks the name of a function; write module:function"),
         (["resnet18", "--length", "4", "--device", "cpu"], "length"),
         (["resnet18", "--dtype", "int8", "--device", "cpu"], "dtype"),
         (["resnet18", "--device", "nowhere"], "nowhere"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.looping import looped
 from tests.runtime import models
 from tests.runtime.models import SHAPE, N, every_schedule
 from tests.runtime.schedules import random_schedule, recomputing
@@ -258,7 +259,7 @@ def test_strict_mode_takes_statistics_that_are_read():
         assert_equal(train(plan.model, inputs), train(make(), inputs))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_strict_mode_takes_what_repeats_itself(seed):
     """Statistics of BatchNorm, dropout, buffers that change: all are as they were in the first run."""
     schedule = random_schedule(8, seed, drops=0.0)
@@ -309,7 +310,7 @@ def test_schedules_that_do_not_fit_the_model():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with pytest.raises(ScheduleError, match="backward 1"):
         lowtide.attach(model, Schedule("", [Forward(1, "all"), Forward(2, "all"), Backward(2)]))
-    with pytest.raises(ScheduleError, match=r"3 .*2 stages|chain has 2 stages"):
+    with pytest.raises(ScheduleError, match=r"is for 3 stages, but the model has 2"):
         lowtide.attach(model, recomputing(3))
     with pytest.raises(PlanError, match="split="):
         lowtide.attach(models.tangle(), recomputing(3))

@@ -165,9 +165,8 @@ def _with_updates(
 
 def without_weights(chain: Chain) -> Chain:
     """The same network with no weights, and so with nothing that belongs to them."""
-    none = {"weight_bytes": 0, "weight_grad_bytes": 0, "optimizer_bytes": 0}
-    stages = tuple(replace(stage, **none) for stage in chain.stages)
-    return replace(chain, stages=stages, grads_resident=False)
+    stages = (replace(stage, weight_bytes=0, weight_grad_bytes=0, optimizer_bytes=0) for stage in chain.stages)
+    return replace(chain, stages=tuple(stages), grads_resident=False)
 
 
 def with_weights_passing(chain: Chain) -> Chain:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -88,10 +89,10 @@ def _course(problem: Problem, order: Round, trips: Sequence[Trip], values: list[
         values_at[position, : len(uses)] = list(uses)
         changes[position, : len(uses)] = list(uses.values())
     sizes = {trip.value: trip.num_bytes for trip in trips}
-    turned = [np.roll(listed, -first) for listed in (order.seconds, order.before_bytes, order.peak_bytes)]
+    bytes_at = np.stack((order.before_bytes, order.peak_bytes), axis=1)
     return Course(
-        turned[0],
-        np.stack(turned[1:], axis=1),
+        np.roll(order.seconds, -first),
+        np.roll(bytes_at, -first, axis=0),
         values_at,
         changes,
         np.array([sizes[value] for value in values], np.int64),
@@ -140,7 +141,7 @@ def _operations(order: Round, values: list[Value], first: int, events: Ints) -> 
             listed += [order.computations[index], *order.freed.get(index, ())]
             ends = index == order.size - 1
         else:
-            listed.append((Offload, Release, Prefetch)[kind - 1](*values[number]))
+            listed.append(_copy((Offload, Release, Prefetch)[kind - 1], values[number]))
             ends = ends and kind != PREFETCH
         turn = len(listed) if ends else turn
     return (*listed[turn:], *listed[:turn])
@@ -148,6 +149,11 @@ def _operations(order: Round, values: list[Value], first: int, events: Ints) -> 
 
 def _listed(order: Round, indices: Sequence[int]) -> tuple[Operation, ...]:
     return tuple(each for i in indices for each in (order.computations[i], *order.freed.get(i, ())))
+
+
+def _copy(verb: type[Offload | Release | Prefetch], value: Value) -> Operation:
+    kind, k = value
+    return verb(cast(Kind, kind), k)
 
 
 def one_by_one(order: Round, trips: Sequence[Trip]) -> tuple[Operation, ...]:
@@ -163,12 +169,12 @@ def one_by_one(order: Round, trips: Sequence[Trip]) -> tuple[Operation, ...]:
             for trip in trips:
                 if trip.made is not None and trip.made % order.size == index:
                     copied.discard(trip.version)
-            listed += [Prefetch(*value) for value in fetched.get(index, ())]
+            listed += [_copy(Prefetch, value) for value in fetched.get(index, ())]
             listed += [order.computations[index], *order.freed.get(index, ())]
             leaving = [trip for trip in trips if trip.begin == index]
-            listed += [Offload(*trip.value) for trip in leaving if trip.version not in copied]
+            listed += [_copy(Offload, trip.value) for trip in leaving if trip.version not in copied]
             copied |= {trip.version for trip in leaving}
-            listed += [Release(*trip.value) for trip in leaving]
+            listed += [_copy(Release, trip.value) for trip in leaving]
     return tuple(listed)
 
 
@@ -192,4 +198,4 @@ def cyclic(strategy: str, num_stages: int, operations: Sequence[Operation]) -> S
             device.discard(operation.value)
         elif isinstance(operation, Prefetch):
             device.add(operation.value)
-    return Schedule(strategy, listed, kinds, Start(frozenset(device), frozenset(host)))
+    return Schedule(strategy, tuple(listed), kinds, Start(frozenset(device), frozenset(host)))
