@@ -32,7 +32,7 @@ CHAIN = Chain("three", tuple(Stage(str(k), 1.0, 2.0, output_bytes=10, saved_byte
 def each_alone(chain: Chain, budget: int, bandwidth: int | None) -> dict[str, float]:
     """The time of every strategy that `auto` could have chosen and that fits."""
     seconds = {}
-    for entry in applicable(chain, bandwidth or 0):
+    for entry in (entry for entry in applicable(chain, bandwidth or 0) if not entry.lists_updates):
         try:
             seconds[entry.name] = solve(chain, memory_budget=budget, strategy=entry.name, bandwidth=bandwidth).seconds
         except InfeasibleBudgetError:

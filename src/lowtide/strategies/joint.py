@@ -30,8 +30,10 @@ _NUM_MEMORIES = 10
 _FIRST_RESERVES = (0.0, 2.0, 5.0, 9.0)
 _RESERVES = (0.5, 1.0, 3.0, 4.0, 6.5, 12.0)
 _NUM_REFINED = 3
-# How many changes of one trip are tried on the best; a try takes some milliseconds for a hundred stages.
+# How many changes of one trip are tried on the best, and less on long chains: so many computations in all. A try takes
+# some 10 ms for a hundred stages.
 _NUM_TRIES = 60
+_MOST_COMPUTATIONS = 12_000
 # An answer this near to its lower bound is left alone.
 _CLOSE_ENOUGH = 1e-3
 
@@ -120,15 +122,18 @@ class Joint:
 
     def _best(self, problem: Problem, orders: Iterable[Order], bound: float) -> _Found | None:
         """The best choice of an order and trips: every order coarsely, the best of them with care."""
-        rounds = [Round(problem.chain, order, form) for order in dict.fromkeys(orders) for form in self._forms]
+        first, *others = self._forms
+        rounds = [Round(problem.chain, order, first) for order in dict.fromkeys(orders)]
         found = [each for order in rounds for each in _placed(problem, order, _FIRST_RESERVES)]
         found.sort(key=lambda each: each.placed.seconds)
-        best = found[0] if found else None
-        refined = list(dict.fromkeys(each.order for each in found))[:_NUM_REFINED]
-        if best is None or best.placed.seconds <= bound * (1 + _CLOSE_ENOUGH):
-            return best
+        if found and found[0].placed.seconds <= bound * (1 + _CLOSE_ENOUGH):
+            return found[0]
+        refined = list(dict.fromkeys(each.order for each in found))[:_NUM_REFINED] or rounds
         found += [each for order in refined for each in _placed(problem, order, _RESERVES)]
-        return _climbed(problem, min(found, key=lambda each: each.placed.seconds), bound)
+        turned = [Round(problem.chain, tuple(_passes(order)), form) for order in refined for form in others]
+        found += [each for order in turned for each in _placed(problem, order, _FIRST_RESERVES)]
+        best = min(found, key=lambda each: each.placed.seconds, default=None)
+        return None if best is None else _climbed(problem, best, bound)
 
     def _fallback(self, problem: Problem, least: Round) -> Schedule:
         """What always works: the leanest order, each value there only when it is needed."""
@@ -205,7 +210,7 @@ def _climbed(problem: Problem, best: _Found, bound: float) -> _Found:
     order = best.order
     by_size = sorted(range(len(order.trips)), key=lambda index: -order.trips[index].num_bytes)
     since_better = 0
-    for attempt in range(_NUM_TRIES):
+    for attempt in range(min(_NUM_TRIES, _MOST_COMPUTATIONS // order.size)):
         if not by_size or since_better == len(by_size) or best.placed.seconds <= bound * (1 + _CLOSE_ENOUGH):
             break
         trips = best.trips ^ {by_size[attempt % len(by_size)]}
