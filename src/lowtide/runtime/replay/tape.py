@@ -7,6 +7,7 @@ Whatever else it reads (parameters, masks, tensors held for the whole chain) is 
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,11 +15,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import numpy
 import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
-from lowtide.runtime.state.rng import GeneratorWatch, State
+from lowtide.runtime.state.environment import version_of
+from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Kernels, Surroundings
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -108,7 +111,7 @@ class Call:
         self.dead: list[int] = []
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
-        self.drawn_from: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.drawn_from: list[tuple[Source, Any]] = []
         """The generators that were handed to the call, and their states."""
 
 
@@ -172,8 +175,6 @@ class Tape:
         """Run a call and put it on the tape."""
         training = module is not None and module.training
         surroundings, kernels = Surroundings.now(), Kernels.now()
-        handed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        drawn_from = [(generator, generator.get_state()) for generator in handed]
         if self._watch is not None:
             self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
@@ -182,6 +183,7 @@ class Tape:
         else:
             forms = [template(value, partial(self._encode, read)) for value in args]
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
+        drawn_from = [(source, source.state()) for source in _sources_in((*forms, *keyword_forms.values()))]
         result = call(*args, **kwargs)
         if self._watch is not None:
             self._watch.after_call()
@@ -313,7 +315,7 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
-        handed = [generator for entry in self.calls for generator, _ in entry.drawn_from]
+        handed = [source for entry in self.calls for source, _ in entry.drawn_from]
         with _left_as_they_are(handed) if handed else nullcontext():
             for entry in self.calls:
                 self._run_call(entry, values)
@@ -338,8 +340,8 @@ class Tape:
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
         if entry.random is not None and self._watch is not None:
             self._watch.generators.set(entry.random)
-        for generator, state in entry.drawn_from:
-            generator.set_state(state)
+        for source, state in entry.drawn_from:
+            source.set(state)
         if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
             result = entry.call(*args, **kwargs)
         else:
@@ -358,15 +360,27 @@ class Tape:
             values[slot] = None
 
 
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _sources_in(forms: Iterable[Any]) -> list[Source]:
+    """The generators among the arguments of a call, nested ones too."""
+    found = (value for form in forms if type(form) not in _NO_GENERATORS for value in parts(form, _GENERATORS))
+    return [source for value in found if (source := Source.of(value)) is not None]
+
+
+_NO_GENERATORS = frozenset({Slot, Held, type(None), bool, int, float, str})
+
+
 @contextmanager
-def _left_as_they_are(generators: Iterable[torch.Generator]) -> Iterator[None]:
+def _left_as_they_are(sources: Iterable[Source]) -> Iterator[None]:
     """Put back, after the block, the states of generators that calls were handed."""
-    states = [(generator, generator.get_state()) for generator in generators]
+    states = [(source, source.state()) for source in sources]
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        for source, state in states:
+            source.set(state)
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -374,14 +388,6 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written to in place, as autograd counts it."""
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
-        return 0
 
 
 _version = attrgetter("_version")
