@@ -16,7 +16,7 @@ def main() -> int:
     chosen = parser.parse_args().names or NAMES
     for name in chosen:
         if name not in NAMES:
-            print(f"there is no benchmark {name!r}; there are {', '.join(NAMES)}", file=sys.stderr)
+            print(f"unknown benchmark {name!r}; expected one of {', '.join(NAMES)}", file=sys.stderr)
             return 2
     failed = []
     for name in chosen:

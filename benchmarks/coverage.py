@@ -3,7 +3,7 @@
     python -m benchmarks.coverage --output coverage.json [--device cuda] [--limit-seconds 330] [--only NAME ...]
 
 Takes torchvision, timm and transformers where they are installed, with random weights and small sizes. For each model:
-capture, measuring (once, not for precision), and a step in which every stage is run again, whose gradients are compared
+capture, measuring (once, not for precision), and a step that recomputes every stage, whose gradients are compared
 with a plain step's. Results are written after each model, as JSON and as a table in Markdown beside it. Models that
 were not looked at while the rules of capture were written are marked.
 """
@@ -40,7 +40,7 @@ Made = tuple[nn.Module, Any]
 INSIDE, LARGEST = 0.95, 0.25
 # One model may take this long; a loop that hangs must not take the others' time.
 MODEL_SECONDS = 60
-# Where plain steps differ by themselves (atomics on CUDA), each gradient may differ by this many times as much as it
+# If plain steps differ among themselves (atomics on CUDA), each gradient may differ by this many times as much as it
 # does in the plain steps: these are few, and a further one may lie somewhat farther off.
 NOISE_FACTOR = 2
 
@@ -175,8 +175,9 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def markdown(lines: list[dict[str, Any]], machine: str) -> str:
     total = summary(lines)
     text = [
-        f"Measured on {machine}: {total['passed']} of {total['models']} models pass, of those not looked at while the "
-        f"rules were written {total['unseen_passed']} of {total['unseen']}; silent mismatches: {total['mismatches']}.",
+        f"Measured on {machine}: {total['passed']} of {total['models']} models pass, and "
+        f"{total['unseen_passed']} of the {total['unseen']} that were not looked at while the rules were written; "
+        f"silent mismatches: {total['mismatches']}.",
         "",
         "| library | model | stages | bytes inside | largest stage | gradients | verdict |",
         "| --- | --- | ---: | ---: | ---: | --- | --- |",
@@ -197,13 +198,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a JSON file; the table is written beside it")
     harness.add_device_argument(parser)
     parser.add_argument(
-        "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further model after this"
+        "--limit-seconds", type=seconds_above_0, default=330.0, help="start no new model after this time"
     )
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these models")
     arguments = parser.parse_args()
     chosen = models(arguments.only)
     if unknown := sorted({*arguments.only} - {name for _, name, _, _ in chosen}):
-        refuse(f"--only {unknown[0]}: there is no such model here; docs/coverage.md lists them")
+        refuse(f"--only {unknown[0]}: unknown model; docs/coverage.md lists them")
     usable_file(arguments.output)
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)

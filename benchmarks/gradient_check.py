@@ -1,6 +1,6 @@
 """Does running a model in stages give the same gradients? A forward that gives the same numbers is not proof of it.
 
-The model runs once with everything that autograd saves let go; backward then finds each stage run again from its input,
+The model runs once and frees everything that autograd saves; backward then recomputes each stage from its input,
 as under a schedule that keeps nothing, and the gradients are compared with those of a plain step.
 """
 
@@ -64,10 +64,10 @@ class GradientCheck:
 def check_gradients(
     model: nn.Module, split: Split, sample: Any, *, loss: Callable[[Any], Any] | None = None
 ) -> GradientCheck:
-    """Compare a plain step's gradients with those of stages that are all run again.
+    """Compare a plain step's gradients with those of a step that recomputes every stage.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         split: its stages.
         sample: what to call it with.
         loss: what the caller computes from its result.
@@ -90,7 +90,7 @@ def plain_spread(
     """How far the gradients of several plain steps lie apart, by name, relative to their largest entry.
 
     Args:
-        model: the model; it is left as it was.
+        model: the model; it is not changed.
         split: its stages.
         sample: what to call it with.
         loss: what the caller computes from its result.

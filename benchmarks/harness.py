@@ -140,7 +140,7 @@ def loss_of(result: Any) -> torch.Tensor:
 
 
 def training_step(call: Callable[..., Any], model: nn.Module, batch: dict[str, Any]) -> Callable[[], None]:
-    """Forward and backward through a call of the model; the gradients are let go afterwards."""
+    """Forward and backward through a call of the model; the gradients are freed afterwards."""
 
     def step() -> None:
         loss_of(call(**batch)).backward()
@@ -155,7 +155,7 @@ def without_state(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds, so that the next figure begins from the same state."""
+    """Free unused memory, so that the next measurement begins in the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -188,7 +188,7 @@ _OPTIONS_WITH_PATHS = ("--output", "--resume", "--draw")
 
 
 def _shown_command() -> list[str]:
-    """The command as it was typed, without folders of this machine."""
+    """The command as typed, without folders of this machine."""
     kept: list[str] = []
     for argument in sys.argv[1:]:
         if kept and kept[-1] in _OPTIONS_WITH_PATHS:
@@ -340,7 +340,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_folder(given: Path | None, default: Path, *, is_trial: bool) -> Path:
-    """Where results go, made where it does not exist: those of a trial never in the place of those worth keeping."""
+    """Where results go, created if missing; those of a trial never replace those worth keeping."""
     if given is None and is_trial:
         return Path(tempfile.mkdtemp(prefix="lowtide-results-"))
     return usable_folder(given or default)
@@ -371,7 +371,7 @@ class Run:
 
     @contextmanager
     def resumed(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The values of an earlier run that this one goes on with, to be taken apart in the block.
+        """The values of an earlier run that this one continues, to be unpacked in the block.
 
         Its date and command stay in the facts. Those of another machine or version are refused, and other files.
         """
@@ -379,7 +379,7 @@ class Run:
             for fact in ("machine", "torch"):
                 there, here = values["facts"][fact], self.facts[fact]
                 if there != here:
-                    refuse(f"{path}: those results are of {there}, this is {here}; run without --resume")
+                    refuse(f"{path}: those results are of {there}, but this is {here}; run without --resume")
             last = {name: values["facts"][name] for name in ("date", "command")}
             self.facts["earlier"] = [last, *values["facts"].get("earlier", ())]
             yield values

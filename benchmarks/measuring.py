@@ -152,14 +152,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     harness.add_device_argument(parser)
     parser.add_argument(
-        "--limit-seconds", type=seconds_above_0, default=330.0, help="begin no further network after this"
+        "--limit-seconds", type=seconds_above_0, default=330.0, help="start no new network after this time"
     )
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="only these networks, or settings")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
     arguments = parser.parse_args()
     names = dict.fromkeys(setting["name"] for setting in SETTINGS.values())
     if unknown := sorted({*arguments.only} - {*SETTINGS, *names}):
-        refuse(f"--only {unknown[0]}: there is no such network; there are {', '.join(names)}")
+        refuse(f"--only {unknown[0]}: unknown network; expected one of {', '.join(names)}")
     usable_folder(arguments.output)
     machine = torch.cuda.get_device_name() if arguments.device != "cpu" else "a CPU"
     print(f"{machine}, torch {torch.__version__}\n{HEADING}", flush=True)

@@ -1,16 +1,17 @@
-"""What the executor's own code costs on the CPU, per stage that runs again.
+"""What the executor's own code costs on the CPU, per recomputed stage.
 
     python -m benchmarks.overhead            # half a minute anywhere
 
 On a GPU the time that Python needs to launch a step is hidden as long as it is shorter than the step. Tiny tensors on
 one core show it bare: from the time of a step under a schedule the time of plain training and of the forwards that run
-again is taken away; what is left is divided by the number of stages that ran again. Under `offload` every stage but
-the last leaves and comes back, and nothing runs again; nothing is copied, so that what is left is the bookkeeping.
+again is taken away; what is left is divided by the number of recomputed stages. Under `offload` every stage but
+the last leaves and comes back, and nothing is recomputed; nothing is copied, so that what is left is the bookkeeping.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from lowtide.zoo import make
 
 NUM_WARM = 3
 NUM_SEGMENTS = 6
+UNCHECKED = "unchecked"  # the same segments without spot checks
 
 
 class Bottleneck(nn.Module):
@@ -89,10 +91,11 @@ def bench(name: str, repeats: int) -> None:
     split = capture(model, batch)
     chain = measure_split(model, split, batch)
     models, plans = {"plain": model}, {}
-    for strategy, options in (("store-all", {}), ("segments", {"segments": NUM_SEGMENTS})):
-        models[strategy] = copy.deepcopy(model)
-        solution = lowtide.solve(chain, memory_budget="1TiB", strategy=strategy, **options)
-        plans[strategy] = lowtide.attach(models[strategy], solution, split=split)
+    everything = lowtide.solve(chain, memory_budget="1TiB", strategy="store-all")
+    segments = lowtide.solve(chain, memory_budget="1TiB", strategy="segments", segments=NUM_SEGMENTS)
+    for way, solution in (("store-all", everything), ("segments", segments), (UNCHECKED, segments)):
+        models[way] = copy.deepcopy(model)
+        plans[way] = lowtide.attach(models[way], solution, split=split, spot_checks=way != UNCHECKED)
     models["offload"] = copy.deepcopy(model)
     plans["offload"] = lowtide.attach(models["offload"], offloading(chain.num_stages), split=split)
     plans["offload"]._part.execution.machine.tier = NoTier()
@@ -115,6 +118,11 @@ def bench(name: str, repeats: int) -> None:
             f"{extra_forward / num * 1e6:.0f} us in forward, {extra_backward / num * 1e6:.0f} us in backward",
             flush=True,
         )
+    share = statistics.median(
+        sum(checked) / sum(unchecked) - 1
+        for checked, unchecked in zip(times["segments"][NUM_WARM:], times[UNCHECKED][NUM_WARM:], strict=True)
+    )
+    print(f"spot checks take {share:.1%} of such a step (the median of steps side by side)", flush=True)
 
 
 class NoTier:
@@ -160,7 +168,7 @@ def offloading(num_stages: int) -> lowtide.Schedule:
 
 
 def repeated_share(chain: lowtide.Chain, schedule: lowtide.Schedule) -> float:
-    """The time of the forwards that run again, as a share of one forward of everything."""
+    """The time of the recomputed forwards, as a share of one forward of everything."""
     forwards = [op.stage for op in schedule.operations if isinstance(op, lowtide.Forward)]
     seconds = [chain.stages[k - 1].forward_seconds for k in forwards]
     return sum(seconds) / sum(stage.forward_seconds for stage in chain.stages) - 1

@@ -114,7 +114,7 @@ def by_network(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def report_lines(facts: dict[str, Any], rows: Sequence[Row], skipped: Sequence[str]) -> list[str]:
-    """The tables, network by network, and what the claim comes to."""
+    """The tables, network by network, and whether the claim holds."""
     lines = ["# lowtide beside what people use instead", "", heading(facts), ""]
     for network, own in by_network(rows).items():
         lines += [f"## {network}", "", *_row_lines(own), "", *claim_lines(own), ""]
@@ -172,7 +172,7 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-# A peer that takes this many times as long as lowtide's slowest step stands at the edge of the figure.
+# A peer that takes this many times as long as lowtide's slowest step is drawn at the edge of the figure.
 OFF_SCALE = 1.6
 
 _STYLES = {

@@ -215,7 +215,7 @@ def layers_of(model: nn.Module, trunk: str) -> list[nn.Module]:
 
 @contextmanager
 def trunk_replaced(model: nn.Module, trunk: str, module: nn.Module) -> Iterator[None]:
-    """Run a model with another module in the place of its trunk."""
+    """Run a model with another module instead of its trunk."""
     parent_path, _, name = trunk.rpartition(".")
     parent = model.get_submodule(parent_path)
     before = getattr(parent, name)
@@ -228,7 +228,7 @@ def trunk_replaced(model: nn.Module, trunk: str, module: nn.Module) -> Iterator[
 
 @contextmanager
 def gradient_checkpointing(model: nn.Module, trunk: str | None) -> Iterator[None]:
-    """Every layer of the trunk recomputed; by transformers itself where the model is one of its own."""
+    """Recompute every layer of the trunk; by transformers itself if the model is one of its own."""
     if trunk is not None:
         with trunk_replaced(model, trunk, EachCheckpointed(layers_of(model, trunk))):
             yield

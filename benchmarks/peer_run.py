@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def is_known(self) -> bool:
-        """Whether the search for it came to its end."""
+        """Whether the search for it was completed."""
         return self.note != CUT
 
 
@@ -73,7 +73,7 @@ class Run(harness.Run):
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
         self.skipped: list[str] = []
-        self._begun: set[tuple[str, str]] = set()  # the networks of which a row of a kind was measured in this run
+        self._begun: set[tuple[str, str]] = set()  # the networks with a row of a kind measured in this run
         guesses = FIRST_GUESS_SECONDS if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
         self.guess_seconds = dict(guesses)
         if arguments.resume:

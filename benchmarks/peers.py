@@ -96,7 +96,7 @@ def fill(row: Row, timed: harness.Timed) -> None:
 
 @contextmanager
 def measured_once() -> Iterator[None]:
-    """Let `fit` take what it measured of a model for the first budget for all others, too: it is most of its time."""
+    """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
     measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), planning.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
@@ -248,9 +248,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
-    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
+    parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
-    parser.add_argument("--largest-batch", action="store_true", help="instead, the largest batch within limits")
+    parser.add_argument("--largest-batch", action="store_true", help="search the largest batch within limits instead")
     parser.add_argument(
         "--limits", nargs="*", type=written_bytes, default=["16GiB", "24GiB", "80GiB"], help="for --largest-batch"
     )

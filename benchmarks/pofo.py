@@ -33,11 +33,11 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples" / "chains").glob("*
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given again)")
-    parser.add_argument("--most-stages", type=int, default=100, help="leave longer example networks out")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--most-stages", type=int, default=100, help="skip longer example networks")
     parser.add_argument("--bandwidth", default="12GB/s", help="the default is the paper's measured link")
     parser.add_argument("--plot", type=Path, help="draw time against stages and slots into this file")
-    parser.add_argument("--json", type=Path, help="keep the figures here; parts that are not run stay as they are")
+    parser.add_argument("--json", type=Path, help="store the figures here; parts that are not run are kept")
     options = parser.parse_args()
     for path in (options.plot, options.json):
         if path is not None:
@@ -61,7 +61,7 @@ def kept_figures(path: Path | None) -> dict[str, Any]:
     """The parts that an earlier run has kept in a file; none where there is no file yet."""
     kept = read_json(path, lowtide.LowtideError) if path is not None and path.exists() else {}
     if not isinstance(kept, dict) or not all(isinstance(rows, list) for rows in kept.values()):
-        raise lowtide.LowtideError(f"{path}: is not a file of figures of this command; name another")
+        raise lowtide.LowtideError(f"{path}: is not a file of figures of this command; pass another one")
     return kept
 
 

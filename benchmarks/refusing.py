@@ -67,7 +67,7 @@ ratio = _number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def written_bytes(text: str) -> str:
-    """A number of bytes as it was written, once it is known that it can be read."""
+    """A number of bytes as written, checked that it can be parsed."""
     try:
         parse_bytes(text)
     except lowtide.LowtideError as error:
@@ -85,7 +85,7 @@ def refuse_unless_chosen(option: str, given: Sequence[str], names: Sequence[str]
     """
     for word in given:
         if not any(word.lower() in name.lower() for name in names):
-            refuse(f"{option} {word}: no name contains it; there are {', '.join(dict.fromkeys(names))}")
+            refuse(f"{option} {word}: no name contains it; the names are {', '.join(dict.fromkeys(names))}")
 
 
 def usable_folder(folder: Path) -> Path:
@@ -95,7 +95,7 @@ def usable_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        refuse(f"{folder}: results cannot be written there: {error.strerror or error}; give another folder (--output)")
+        refuse(f"{folder}: results cannot be written there: {error.strerror or error}; pass another folder (--output)")
 
 
 def usable_file(path: Path) -> Path:
@@ -119,4 +119,4 @@ def earlier_results(path: Path) -> Iterator[dict[str, Any]]:
         refuse(str(error))
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    refuse(f"{path}: is not a file of results of this command; give the .json that an earlier run of it has written")
+    refuse(f"{path}: is not a file of results of this command; pass the .json file of an earlier run")

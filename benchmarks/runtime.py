@@ -99,7 +99,7 @@ TINY = [
 
 
 def measure_steps(row: Row, model: nn.Module, batch: dict[str, Any], device: torch.device) -> None:
-    """Median seconds and peak of steps that follow each other, and how long Python takes to launch one by itself."""
+    """Median seconds and peak of consecutive steps, and how long Python takes to launch one alone."""
     step = harness.training_step(model, model, batch)
     timed = harness.time_steps(step, device)
     row.seconds, row.peak_bytes = timed.seconds, timed.peak_bytes

@@ -338,7 +338,7 @@ def main(given: list[str] | None = None) -> None:
         with run.clock.enforced():
             measure_all(run)
     except harness.OutOfTimeError:
-        print("the run was cut at its time limit", flush=True)
+        print("the run stopped at its time limit", flush=True)
     run.save(picture=True)
     run.say_where()
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup
 
-The reach is 0.3 s for each; a bare interpreter stands beside them.
+The reach is 0.3 s for each; a bare interpreter is shown for comparison.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ WHOLE = "whole model compiled"
 _CURVES = [
     ("mix within", "GiB", "o-", "C0", "the solver's mix, exact"),
     ("mix within", "(up to rounding)", "o--", "C9", "the solver's mix, up to rounding"),
-    ("whole blocks within", "", "s-", "C2", "whole blocks run again"),
+    ("whole blocks within", "", "s-", "C2", "whole blocks recomputed"),
     ("all blocks at", "", "^:", "C4", "one variant for all blocks"),
     (WHOLE, "", "x", "C3", "whole model compiled"),
     ("compiled blocks", "", "D", "C7", "compiled blocks"),

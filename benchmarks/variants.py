@@ -242,7 +242,7 @@ def _planned(
 
 
 def _chosen(chain: lowtide.Chain, solution: lowtide.Solution) -> str:
-    """How many stages are saved as which variant, and how many run forward again."""
+    """How many stages are saved as which variant, and how many are recomputed."""
     forwards = [op for op in solution.schedule.operations if isinstance(op, Forward)]
     numbers = Counter(
         chain.stage(op.stage).variants[op.variant - 1].name if op.variant else "as it is"
@@ -251,7 +251,7 @@ def _chosen(chain: lowtide.Chain, solution: lowtide.Solution) -> str:
     )
     again = sum(count > 1 for count in Counter(op.stage for op in forwards).values())
     parts = [f"{number} x {name}" for name, number in sorted(numbers.items())]
-    return ", ".join([*parts, *([f"{again} run again"] if again else [])])
+    return ", ".join([*parts, *([f"{again} recomputed"] if again else [])])
 
 
 def _rows_of_single_variants(
@@ -275,7 +275,7 @@ def draw_again(path: Path) -> None:
 def main(given: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     harness.add_common_arguments(parser)
-    parser.add_argument("--resume", type=Path, help="results of an earlier run, whose other networks stay")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run; its other networks are kept")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
     arguments = parser.parse_args(given)
     if arguments.draw:

@@ -26,7 +26,7 @@ def network(width: int, depth: int) -> nn.Sequential:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help='bytes on each device, such as "4GiB"; left out: what is free')
+    parser.add_argument("--budget", help='bytes on each device, such as "4GiB"; default: what is free')
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     on_cuda = torch.cuda.is_available() and not arguments.tiny

@@ -1,4 +1,4 @@
-"""Train a real network plainly, then under a third of its memory: the same gradients, a little slower.
+"""Train a real network plainly, then in a third of its memory: the same gradients, a little slower.
 
     python examples/demo.py                 # a ResNet-101 on a GPU, a small GPT where there is none
     python examples/demo.py --figure a.svg  # the memory of the plan as a figure
@@ -72,7 +72,7 @@ def put_back(model: nn.Module, state: dict[str, np.ndarray]) -> None:
 
 
 def measured(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[int, float]:
-    """The peak of a step in bytes, and its time in seconds; the model is left as it was."""
+    """The peak of a step in bytes, and its time in seconds; the model is not changed."""
     device = next(model.parameters()).device
     state = copied(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -104,7 +104,7 @@ def now(device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a network that takes a second")
+    parser.add_argument("--tiny", action="store_true", help="a network that trains in a second")
     parser.add_argument("--figure", help="write the memory of the plan as a figure (.svg, .png, .pdf)")
     parser.add_argument("--report", default="artefacts/demo.html", help="write the report here")
     arguments = parser.parse_args()

@@ -50,7 +50,7 @@ def images(batch: int, size: int, device: str) -> tuple[torch.Tensor, torch.Tens
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help='bytes, such as "4GiB"; left out: what is free')
+    parser.add_argument("--budget", help='bytes, such as "4GiB"; default: what is free')
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()

@@ -37,7 +37,7 @@ class Regression(lightning.LightningModule):
         print(self.plan)
 
     def on_train_end(self) -> None:
-        """Predicted against measured; the network is as it was before."""
+        """Print predicted and measured figures; give the network back as it was."""
         if self.plan is not None:
             print(self.plan.stats())
             self.plan.detach()
@@ -54,7 +54,7 @@ class Regression(lightning.LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help='bytes, such as "4GiB"; left out: what is free')
+    parser.add_argument("--budget", help='bytes, such as "4GiB"; default: what is free')
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     width, depth, batch = (16, 4, 32) if arguments.tiny else (512, 24, 4096)

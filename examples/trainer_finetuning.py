@@ -3,7 +3,7 @@
     python examples/trainer_finetuning.py --model gpt2 --budget 6GiB
     python examples/trainer_finetuning.py --tiny                       # random weights, no download
 
-The Trainer is used as always: the plan is attached to the model before it is handed over.
+The Trainer is used as always: the plan is attached to the model first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sentences(torch.utils.data.Dataset):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2", help="a causal language model of the hub")
-    parser.add_argument("--budget", help='bytes, such as "6GiB"; left out: what is free')
+    parser.add_argument("--budget", help='bytes, such as "6GiB"; default: what is free')
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def main() -> None:
         {"input_ids": tokens, "labels": tokens},
         memory_budget=arguments.budget,
         optimizer="adamw",
-        keeps_result=False,  # the Trainer lets the logits go before backward
+        keeps_result=False,  # the Trainer frees the logits before backward
     )
     print(plan)
 

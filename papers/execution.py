@@ -115,7 +115,7 @@ class Network(Generic[P]):
         self._run_before: dict[Any, P] = {}
 
     def solved(self, strategy: str, budget: int, **settings: Any) -> lowtide.Solution:
-        """A strategy's schedule for a budget, found as `fit` does and simulated on the chain as it was measured.
+        """A strategy's schedule for a budget, found as `fit` does and simulated on the measured chain.
 
         Raises:
             InfeasibleBudgetError: where there is none.
@@ -167,7 +167,7 @@ def title_of(name: str, image: int, batch: int) -> str:
 
 @dataclass(frozen=True)
 class Paper(Generic[P]):
-    """What is a paper's own: where its results go, what its points are, and what they come to."""
+    """What is specific to a paper: where its results go, its points, and how they are summarised."""
 
     name: str
     results: Path
@@ -246,7 +246,7 @@ class Run(harness.Run, Generic[P]):
         is_done: Callable[[str], bool],
         experiment: Callable[[str, int, int], None],
     ) -> None:
-        """All points of all networks within the time, then the figure; what was left out stands in the notes.
+        """All points of all networks within the time, then the figure; the notes say what was skipped.
 
         Args:
             settings: name, image and batch size of each.
@@ -282,5 +282,5 @@ class Run(harness.Run, Generic[P]):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that the papers' commands share."""
     harness.add_common_arguments(parser)
-    parser.add_argument("--resume", type=Path, help="results of an earlier run; what is in it is left out")
+    parser.add_argument("--resume", type=Path, help="results of an earlier run, which are not measured again")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")

@@ -110,7 +110,7 @@ def test_the_optimizer_step_and_side_values_are_written_where_there_are_any():
         (with_side(to=[2, True]), ["side value 2 (skip): to is [2, True], expected a list"]),
         (with_side(to=[1, 2]), ["side value 2 (skip): to holds 1, expected only stages after stage 1"]),
         (with_side(to=[2, 3]), ["side value 2 (skip): to holds 3, but the chain has 2 stages"]),
-        (with_side(size=3), ["side value 2 (skip): 'size' is not a field here; known are name, bytes"]),
+        (with_side(size=3), ["side value 2 (skip): 'size' is not a field here; the fields are name, bytes"]),
         ({**FILE, "side_values": {}}, ["side_values is {}, expected a list"]),
         ({**FILE, "side_values": [3]}, ["side value 1: is 3, expected an object"]),
         ({**FILE, "side_values": [{"name": "skip"}]}, ["side value 1 (skip): bytes is missing"]),

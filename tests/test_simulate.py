@@ -127,15 +127,15 @@ def test_variants_have_times_and_bytes_of_their_own():
     [
         ([Forward(2, "all")], 0, "neither a[1] nor abar[1] is on the device"),
         ([Forward(3, "all")], 0, "2 stages"),
-        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is stored already"),
-        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is stored already"),
+        ([Forward(1, "all"), Forward(1, "all")], 1, "abar[1] is already stored"),
+        ([Forward(1, "keep"), Forward(1, "keep")], 1, "a[1] is already stored"),
         ([Forward(1, "all"), Forward(2, "drop")], 1, "a[1] is not on the device"),
         ([Forward(1, "all"), Backward(1)], 1, "backward 2 comes next"),
         ([Forward(1, "all"), Forward(2, "keep"), Backward(2)], 2, "abar[2] is not on the device"),
         ([Forward(1, "drop"), Forward(2, "all"), Backward(2), Forward(1, "all")], 3, "a[0] is not on the device"),
         ([Forward(1, "all", 1)], 0, "1 variants"),
         ([Release("a", 0)], 0, "no current copy on the host"),
-        ([Prefetch("a", 0)], 0, "on the device already"),
+        ([Prefetch("a", 0)], 0, "already on the device"),
         ([Prefetch("abar", 1)], 0, "no current copy on the host"),
         ([Offload("abar", 1)], 0, "abar[1] is not on the device"),
         ([Offload("w", 1)], 0, 'does not manage "w"'),
@@ -159,7 +159,7 @@ def test_a_schedule_for_another_number_of_stages_is_refused_with_both_and_the_fi
     schedule = Schedule("rotor", operations)
     assert schedule.num_stages == num_stages
     with pytest.raises(
-        ScheduleError, match=rf"is for {num_stages} stages, and chain 'two' has 2; .*operation"
+        ScheduleError, match=rf"is for {num_stages} stages, but chain 'two' has 2; .*operation"
     ) as caught:
         simulate(TWO, schedule)
     assert caught.value.index == index
@@ -271,8 +271,8 @@ def test_weight_gradients_and_optimizer_state_wait_on_the_host_until_their_updat
     ("operations", "start", "reason"),
     [
         ([*PLAIN_STEP, Update(2)], EVERYTHING, "ends before update 1"),
-        ([*PLAIN_STEP, Update(2), Update(2)], EVERYTHING, "update 2 has run"),
-        ([*PLAIN_STEP[:2], Update(2)], EVERYTHING, "backward 2 has not run"),
+        ([*PLAIN_STEP, Update(2), Update(2)], EVERYTHING, "update 2 has already run"),
+        ([*PLAIN_STEP[:2], Update(2)], EVERYTHING, "must come after backward 2, which has not run"),
         ([*PLAIN_STEP, Update(3)], EVERYTHING, "2 stages"),
         ([*PLAIN_STEP, Update(2), Update(1)], EVERYTHING - {("opt", 2)}, "opt[2] is not on the device"),
         ([*PLAIN_STEP, Update(2), Offload("g", 2), Update(1)], EVERYTHING, "g[2] is not on the device"),
@@ -373,9 +373,9 @@ def test_a_side_value_may_wait_on_the_host():
     [
         ([Release("s", 1)], "s[1] is not on the device"),
         ([Offload("s", 2)], "1 side values"),
-        ([Forward(1, "all"), Prefetch("s", 1)], "on the device already"),
+        ([Forward(1, "all"), Prefetch("s", 1)], "already on the device"),
         ([Forward(1, "all"), Release("s", 1), Prefetch("s", 1)], "no current copy on the host"),
-        ([Forward(1, "all"), Release("s", 1), Forward(1, "all")], "abar[1] is stored already"),
+        ([Forward(1, "all"), Release("s", 1), Forward(1, "all")], "abar[1] is already stored"),
     ],
 )
 def test_a_side_value_that_is_not_there_is_refused(operations, reason):

@@ -173,7 +173,7 @@ def test_an_answer_above_the_budget_never_leaves(monkeypatch: pytest.MonkeyPatch
         return Answer(Schedule("store-all", solve(CHAIN, memory_budget="1MB", strategy="rotor").schedule.operations))
 
     monkeypatch.setattr(store_all.StoreAll, "plan", too_large)
-    with pytest.raises(AssertionError, match="a defect of lowtide"):
+    with pytest.raises(AssertionError, match="this is a bug in lowtide"):
         solve(CHAIN, memory_budget=100, strategy="store-all")
 
 

@@ -1,4 +1,4 @@
-"""What the executed schedules of the pofo paper come to: the headline figures, tables, and a figure."""
+"""Results of the pofo paper's executed schedules: headline numbers, tables, and a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the points of the rotor paper's experiments come to: the headline figures, a table, and figures."""
+"""Results of the rotor paper's experiments: headline numbers, a table, and figures."""
 
 from __future__ import annotations
 

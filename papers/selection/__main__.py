@@ -76,7 +76,7 @@ class Run(harness.Run):
             self.rows = [row for row in rows if (row.network, row.batch) in whole]
 
     def has(self, network: str, batch: int) -> bool:
-        """Whether an earlier run came to the end of a network and batch size."""
+        """Whether an earlier run completed a network and batch size."""
         return any((row.network, row.batch) == (network, batch) for row in self.rows)
 
     def allows(self, what: str) -> bool:
@@ -205,7 +205,7 @@ def main(given: list[str] | None = None) -> None:
     """The command."""
     parser = Parser(__doc__)
     harness.add_common_arguments(parser)
-    parser.add_argument("--resume", type=Path, help="results of an earlier run on the same machine, to go on with")
+    parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
     arguments = parser.parse_args(given)
     settings = TINY if arguments.tiny else SETTINGS
     refuse_unless_chosen("--only", arguments.only, [name for name, _ in settings])

@@ -1,7 +1,7 @@
-"""lowtide trains PyTorch networks that do not fit.
+"""Train PyTorch networks under a memory budget.
 
-State one number, the device memory you have; lowtide measures each stage of the model, computes the fastest schedule of
-recomputation and offloading that stays under it, and runs it inside your unchanged training loop.
+Give lowtide the device memory you have. It measures each stage of the model, computes the fastest schedule of
+recomputation and offloading within that budget, and runs it inside your unchanged training loop.
 
     plan = lowtide.fit(model, (x,), memory_budget="8GiB")
 """

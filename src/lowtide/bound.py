@@ -1,4 +1,4 @@
-"""How fast a schedule that moves weights could be at best: a proven lower bound."""
+"""A proven lower bound on the time of schedules that move weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST_NUM_STAGES_BY_WEIGHT = 16
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What was proven.
+    """A proven lower bound.
 
     Attributes:
         seconds: no period is shorter, if every stage runs forward once and only weights and optimizer state move.
@@ -50,7 +50,7 @@ def bound(
     duplex: bool = True,
     model: Model = "paper",
 ) -> Bound:
-    """Prove how fast no schedule that moves weights can be (weights paper, section 6).
+    """Compute a lower bound on the time of every schedule that moves weights (weights paper, section 6).
 
     The mixed-integer program is solved with HiGHS. What is returned is its dual bound, never the value of a solution
     that was found on the way.
@@ -66,7 +66,7 @@ def bound(
             its copy is queued, as it does in lowtide's schedules; the bound can only rise.
 
     Raises:
-        InfeasibleBudgetError: where no such schedule stays within the budget.
+        InfeasibleBudgetError: if no such schedule stays within the budget.
         StrategyError: for a chain whose weight gradients are resident, and for a wrong limit, gap or model.
 
     Example:
@@ -118,14 +118,14 @@ def bound(
 def _check(chain: Chain, bandwidth: int, time_limit: float, gap: float, model: str) -> None:
     if chain.grads_resident:
         raise StrategyError(
-            f"chain {chain.name!r} accumulates weight gradients (grads_resident), and moving weights applies each "
-            "update inside its backward; there is no such schedule to bound"
+            f"chain {chain.name!r} accumulates weight gradients (grads_resident), but schedules that move weights "
+            "update them inside each backward; use a chain without grads_resident"
         )
     if not bandwidth:
         raise StrategyError("a bound on schedules that move weights needs a bandwidth above 0, for instance 12GB/s")
     if not time_limit > 0:
         raise StrategyError(f"time_limit is {time_limit!r}, expected seconds above 0")
     if not 0 <= gap < 1:
-        raise StrategyError(f"gap is {gap!r}, expected a share from 0 to below 1, for instance 0.01")
+        raise StrategyError(f"gap is {gap!r}, expected a number from 0 to below 1, for instance 0.01")
     if model not in get_args(Model):
         raise StrategyError(f"model is {model!r}, expected one of {', '.join(get_args(Model))}")

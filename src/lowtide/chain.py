@@ -44,7 +44,7 @@ LARGEST_SECONDS = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Another way to run a stage for backward: the same values, other times and other bytes kept."""
+    """Another way to run a stage for backward: the same values, with its own times and saved bytes."""
 
     name: str
     forward_seconds: float
@@ -58,16 +58,16 @@ class Variant:
 
     @property
     def rerun_seconds(self) -> float:
-        """What a forward takes of which only that is wanted which it saves: compiled code runs to its end."""
+        """The time of a recomputation; compiled code cannot stop early, so this is `forward_seconds`."""
         return self.forward_seconds
 
     @property
     def saving_extra_bytes(self) -> int:
-        """What a forward that saves all needs for a moment: a variant has no other."""
+        """Extra bytes while a forward saves everything; the only kind of forward that a variant has."""
         return self.forward_extra_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The variant as it stands in a chain file."""
+        """Return the variant as in a chain file."""
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
 
@@ -77,10 +77,10 @@ class Stage:
 
     `grad_bytes` defaults to `output_bytes` and `weight_grad_bytes` to `weight_bytes`. `variants` lists the other ways
     to run the stage for backward; variant 0 is the stage itself (see `Stage.variant`). `rerun_seconds`, by default
-    `forward_seconds`, is what a forward `all` takes after the backward of the next stage: then only what it saves is
-    wanted, and it can end before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is
-    what a forward `all` needs for a moment: what another forward makes and frees again may be among what it saves.
-    `update_seconds` is the optimizer step of the stage with everything on the device.
+    `forward_seconds`, is the time of a forward `all` after the backward of the next stage: only what it saves is needed
+    then, so it can stop before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is what
+    a forward `all` needs while it runs: what another forward makes and frees may be part of what it saves.
+    `update_seconds` is the time of the stage's optimizer step with everything on the device.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
@@ -121,7 +121,7 @@ class Stage:
         if self.rerun_seconds > self.forward_seconds:
             raise ChainError(
                 f"{where}: rerun_seconds is {self.rerun_seconds}, more than its forward_seconds "
-                f"{self.forward_seconds}; a forward that may end early takes no longer"
+                f"{self.forward_seconds}; a recomputation takes at most as long as a forward"
             )
         if self.saving_extra_bytes > self.forward_extra_bytes:
             raise ChainError(
@@ -138,7 +138,7 @@ class Stage:
 
     @property
     def num_variants(self) -> int:
-        """How many ways there are to run the stage for backward, its own included."""
+        """How many variants the stage has, counting itself."""
         return 1 + len(self.variants)
 
     def variant(self, index: int) -> Stage | Variant:
@@ -146,7 +146,7 @@ class Stage:
         return self.variants[index - 1] if index else self
 
     def to_dict(self) -> dict[str, Any]:
-        """The stage as it stands in a chain file."""
+        """Return the stage as in a chain file."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         variants = values.pop("variants")
         if self.rerun_seconds == self.forward_seconds:
@@ -160,7 +160,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SideValue:
-    """A value that one stage makes and later stages read beside their input.
+    """A value that one stage makes and later stages read besides their input.
 
     Args:
         name: for people.
@@ -170,7 +170,7 @@ class SideValue:
         grad_bytes: the size of its gradient, by default `num_bytes`.
 
     Raises:
-        ChainError: for a wrong size, and where a reader does not come after the maker.
+        ChainError: for a wrong size, and if a reader does not come after the maker.
     """
 
     name: str
@@ -192,16 +192,16 @@ class SideValue:
             if not _is_size(value):
                 raise ChainError(f"{where}: {field_name} is {shown(value)}, expected {_expected('_bytes')}")
         if not _are_stages([self.maker]):
-            raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage, from 1 up")
+            raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage")
         if not isinstance(readers, list | tuple) or not readers or not _are_stages(readers):
-            raise ChainError(f"{where}: to is {shown(readers)}, expected a list of at least one stage's number")
+            raise ChainError(f"{where}: to is {shown(readers)}, expected a list of at least one stage number")
         if self.readers[0] <= self.maker:
             raise ChainError(
                 f"{where}: to holds {self.readers[0]}, expected only stages after stage {self.maker}, which makes it"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The side value as it stands in a chain file."""
+        """Return the side value as in a chain file."""
         return {
             "name": self.name,
             "bytes": self.num_bytes,
@@ -213,18 +213,18 @@ class SideValue:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A network as lowtide sees it: stages 1..n, and what lies around them.
+    """A network as a chain of stages 1..n, with what each one costs.
 
     Args:
         name: for people.
         stages: stage 1 first.
         input_bytes: a[0], the input of the chain.
-        input_grad_bytes: its gradient, 0 where nobody asks for it.
-        base_bytes: what is on the device whatever the schedule does; the stages' own weights, weight gradients and
+        input_grad_bytes: its gradient, 0 if nothing needs it.
+        base_bytes: always on the device, whatever the schedule does; the stages' own weights, weight gradients and
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
-        side_values: what later stages read beside their input; s[1] first.
-        provenance: where the figures come from (machine, versions, spread of the times): free form, never interpreted.
+        side_values: what later stages read besides their input; s[1] first.
+        provenance: where the figures come from (machine, versions, spread of the times); never interpreted.
     """
 
     name: str
@@ -265,7 +265,7 @@ class Chain:
     def stage(self, k: int) -> Stage:
         """Stage k, counted from 1."""
         if not 1 <= k <= len(self.stages):
-            raise IndexError(f"stage {k} of a chain of {len(self.stages)} stages")
+            raise IndexError(f"the chain has no stage {k}; its stages are 1 to {len(self.stages)}")
         return self.stages[k - 1]
 
     def activation_bytes(self, k: int) -> int:
@@ -279,28 +279,28 @@ class Chain:
     def side_value(self, i: int) -> SideValue:
         """Side value i, counted from 1."""
         if not 1 <= i <= len(self.side_values):
-            raise IndexError(f"side value {i} of a chain of {len(self.side_values)} side values")
+            raise IndexError(f"the chain has no side value {i}; its side values are 1 to {len(self.side_values)}")
         return self.side_values[i - 1]
 
     @property
     def fixed_bytes(self) -> int:
-        """What is stored from start to end where weights stay on the device: base, weights, optimizer state, and the
-        weight gradients where they are resident.
+        """What is stored throughout the step if weights stay on the device: base, weights, optimizer state, and
+        resident weight gradients.
         """
         total = self.base_bytes + sum(stage.weight_bytes + stage.optimizer_bytes for stage in self.stages)
         return total + (sum(stage.weight_grad_bytes for stage in self.stages) if self.grads_resident else 0)
 
     @property
     def compute_seconds(self) -> float:
-        """Every forward and backward once, as variant 0: the time of plain training, optimizer steps not counted."""
+        """The time of plain training without optimizer steps: every forward and backward once, as variant 0."""
         return math.fsum(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
 
     def with_times(self, forward: Callable[[float], float], backward: Callable[[float], float]) -> Chain:
-        """The same with other times, of every stage and variant.
+        """Return the chain with other times, for every stage and variant.
 
         Args:
-            forward: makes a forward's seconds, repeated or not, of those that it has.
-            backward: the same for a backward's.
+            forward: maps the seconds of a forward, first or recomputed, to new ones.
+            backward: the same for a backward.
         """
 
         def changed(record: Any, **more: Any) -> Any:
@@ -317,7 +317,7 @@ class Chain:
         return dataclasses.replace(self, stages=tuple(stages))
 
     def to_dict(self) -> dict[str, Any]:
-        """The chain as plain data, in the file format `lowtide.chain/1`."""
+        """Return the chain as plain data, in the format `lowtide.chain/1`."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -345,7 +345,7 @@ class Chain:
             raise ChainError(f"a chain is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
-            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide measure writes such a file")
+            raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide measure")
         given = {key: value for key, value in values.items() if key != "format"}
         stages = given.pop("stages", None)
         if not isinstance(stages, list | tuple) or not stages:
@@ -364,7 +364,7 @@ class Chain:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Chain:
-        """Read a chain file; a wrong one is refused with one line that starts with the file's name."""
+        """Read a chain file; an error is one line that starts with the file's name."""
         values = read_json(path, ChainError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
@@ -411,7 +411,7 @@ def _side_from_dict(values: Any, i: int) -> SideValue:
         where = f"{where} ({_on_one_line(values['name'])})"
     for key in values:
         if key not in _SIDE_FIELDS:
-            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(_SIDE_FIELDS)}")
+            raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(_SIDE_FIELDS)}")
     for key in _SIDE_FIELDS:
         if key not in values and key != "grad_bytes":
             raise ChainError(f"{where}: {key} is missing")
@@ -439,7 +439,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _made(cls: type, values: Mapping[str, Any], *, where: str) -> Any:
-    """An instance of `cls`; a refusal names the place in the file instead of the record's name."""
+    """Make an instance of `cls`; its errors name the place in the file instead of the record."""
     try:
         return cls(**values)
     except ChainError as error:
@@ -451,7 +451,7 @@ def _check_keys(cls: type, values: Mapping[str, Any], *, where: str) -> None:
     known = {entry.name: entry for entry in dataclasses.fields(cls)}
     for key in values:
         if key not in known:
-            raise ChainError(f"{where}: {key!r} is not a field here; known are {', '.join(known)}")
+            raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(known)}")
     for name, entry in known.items():
         has_default = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
@@ -485,7 +485,7 @@ def _expected(name: str) -> str:
 
 
 def as_chain(chain: Chain | Mapping[str, Any]) -> Chain:
-    """A `Chain` as it is, plain data read as one: what the public functions accept."""
+    """Return a `Chain` unchanged, or read one from plain data."""
     if isinstance(chain, Chain):
         return chain
     return Chain.from_dict(chain)

@@ -1,34 +1,33 @@
-"""Everything that lowtide raises on purpose.
+"""Every error and warning of lowtide.
 
-One hierarchy: catch `LowtideError` to catch them all. Each message is a single line that says what was given, what is
-needed, and what to do next. The command line maps `InfeasibleBudgetError` to exit status 3 and every other
-`LowtideError` to 2.
+Catch `LowtideError` to catch them all. Each message is one line: what was given, what is needed, what to do next. The
+command line maps `InfeasibleBudgetError` to exit status 3 and every other `LowtideError` to 2.
 """
 
 from __future__ import annotations
 
 
 class LowtideError(Exception):
-    """The root of every error that lowtide raises on purpose."""
+    """Base class of all errors of lowtide."""
 
 
 class UnitError(LowtideError, ValueError):
-    """A quantity such as `"8GiB"` or `"12GB/s"` that cannot be read."""
+    """A quantity such as `"8GiB"` or `"12GB/s"` cannot be parsed."""
 
 
 class ChainError(LowtideError, ValueError):
-    """A chain, or a chain file, that is not well formed."""
+    """A chain or chain file is invalid."""
 
 
 class SizesError(LowtideError, ValueError):
-    """A list of sizes, or a file of sizes, that is not well formed."""
+    """A list or file of sizes is invalid."""
 
 
 class ScheduleError(LowtideError, ValueError):
-    """A schedule that is not well formed, or that is illegal for its chain.
+    """A schedule is invalid, or illegal for its chain.
 
     Attributes:
-        index: position of the offending operation in the list, where there is one.
+        index: position of the wrong operation in the list, if it is about one.
         operation: that operation in its file form, for instance `["forward", 3, "all"]`.
     """
 
@@ -39,22 +38,22 @@ class ScheduleError(LowtideError, ValueError):
 
 
 class StrategyError(LowtideError, ValueError):
-    """An unknown strategy, or one that does not apply to what was asked."""
+    """A strategy is unknown, does not apply to the problem, or has a wrong setting."""
 
 
 class CaptureError(LowtideError):
-    """No chain of stages was found in a model, or running it in stages would not give the same numbers."""
+    """The model cannot be split into stages, or would not give the same numbers in stages."""
 
 
 class SampleError(CaptureError, RuntimeError):
-    """The model raised an error when it was called with the sample; that error is the `__cause__`."""
+    """The model failed on the sample; its own error is the `__cause__`."""
 
 
 class InfeasibleBudgetError(LowtideError):
-    """No schedule of the asked kind stays within the budget.
+    """The budget is too small.
 
     Attributes:
-        minimum_bytes: the smallest budget with which it works; one byte less does not.
+        minimum_bytes: the smallest budget that works; one byte less does not.
     """
 
     def __init__(self, message: str, *, minimum_bytes: int) -> None:
@@ -63,15 +62,15 @@ class InfeasibleBudgetError(LowtideError):
 
 
 class PlanError(LowtideError, ValueError):
-    """A plan that does not fit its model (any more), or a plan file that is not well formed."""
+    """A plan does not match its model, or a plan file is invalid."""
 
 
 class ExecutionError(LowtideError, RuntimeError):
-    """Something that a running plan found and that would make gradients wrong; the message names the stage."""
+    """A plan found something during training that would make gradients wrong; the message names the stage."""
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: short, on one line."""
+    """Format a value for an error message: short, on one line."""
     try:
         text = " ".join(repr(value).split())
     except Exception as error:
@@ -83,4 +82,4 @@ def shown(value: object) -> str:
 
 
 class LowtideWarning(UserWarning):
-    """Something works, but slower or otherwise than asked; the message says what to do about it."""
+    """Something works, but slower or not as asked; the message says what to do."""

@@ -38,7 +38,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The least time of recomputation for every budget; made by `lowtide.frontier`.
+    """The fastest recomputation for every budget; made by `lowtide.frontier`.
 
     Attributes:
         chain: the network.
@@ -62,11 +62,11 @@ class Frontier:
 
     @property
     def minimum_bytes(self) -> int:
-        """The least budget of all."""
+        """The smallest budget that works."""
         return self.points[0].memory_bytes
 
     def at(self, memory_budget: int | str) -> FrontierPoint:
-        """What a budget gives, read off the table: more memory is never slower.
+        """Return the fastest schedule within a budget; more memory is never slower.
 
         `lowtide.solve` with `strategy="rotor"` makes a table for that budget alone, which is finer.
 
@@ -102,7 +102,7 @@ def frontier(
     slots: int | None = None,
     num_points: int = DEFAULT_NUM_POINTS,
 ) -> Frontier:
-    """Compute time against memory for optimal recomputation (`rotor`), from one table.
+    """Compute time against memory for optimal recomputation (`rotor`).
 
     Args:
         chain: the network, a `Chain` or its plain data.
@@ -112,7 +112,7 @@ def frontier(
         num_points: how many budgets are read off; points that are no faster than a smaller one are left out.
 
     Raises:
-        InfeasibleBudgetError: where not even `memory_budget` is enough.
+        InfeasibleBudgetError: if not even `memory_budget` is enough.
 
     Example:
         >>> from lowtide import Chain, Stage
@@ -125,7 +125,7 @@ def frontier(
     from lowtide.strategies.slots import default_num_slots
 
     if num_points < 2:
-        raise StrategyError(f"num_points is {num_points!r}, expected a whole number from 2 up")
+        raise StrategyError(f"num_points is {num_points!r}, expected a whole number of at least 2")
     chain = as_chain(chain)
     costs, outside = costs_of(chain), _outside(chain)
     announce_compilation()
@@ -144,7 +144,7 @@ def frontier(
 
 
 def _budgets(table: Table, least: int, most: int, num_points: int) -> list[int]:
-    """Available bytes to look at: where the time falls, where that is known and not too often; else evenly spaced."""
+    """Budgets to evaluate: where the time falls, if that is known and not too often; otherwise evenly spaced."""
     steps = table.steps
     if steps is not None and len(steps) < num_points:
         return sorted({least, most, *steps.tolist()})
@@ -163,7 +163,7 @@ def _point(chain: Chain, table: Table, budget: int) -> FrontierPoint:
 
 
 def _falling(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """The points that are faster than every other with no more memory."""
+    """The points that no other point beats in both time and memory."""
     kept: list[FrontierPoint] = []
     for point in sorted(points, key=lambda point: (point.memory_bytes, point.seconds)):
         if not kept or point.seconds < kept[-1].seconds:

@@ -1,4 +1,4 @@
-"""What to do, in which order: a schedule is one list of operations.
+"""A schedule: one list of operations, in order.
 
 | operation | in a file | meaning |
 | --- | --- | --- |
@@ -41,31 +41,31 @@ KINDS = ("a", "abar", "w", "opt", "g", "s")
 # What may be somewhere when a period begins.
 _START_KINDS = ("w", "opt", "g")
 
-# No chain comes to so many bytes or seconds; what is larger, or infinite, was not predicted by anybody.
+# No chain has so many bytes or seconds; nothing larger, or infinite, is a real prediction.
 _LARGEST_PREDICTION = 1e300
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run stage `stage`; `save` says what stays. `variant` counts only for `save="all"`."""
+    """Run the forward of a stage; `save` says what is kept. `variant` is used only with `save="all"`."""
 
     stage: int
     save: Save
     variant: int = 0
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["forward", self.stage, self.save, *([self.variant] if self.variant else [])]
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Pass the gradient through stage `stage`, with the variant that its forward saved for."""
+    """Run the backward of a stage, in the variant of its forward."""
 
     stage: int
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["backward", self.stage]
 
 
@@ -76,7 +76,7 @@ class Update:
     stage: int
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return ["update", self.stage]
 
 
@@ -90,31 +90,31 @@ class _Transfer:
 
     @property
     def value(self) -> Value:
-        """The value that it is about."""
+        """The value that is moved."""
         return (self.kind, self.stage)
 
     def to_list(self) -> list[Any]:
-        """The operation as it stands in a file."""
+        """Return the operation as in a schedule file."""
         return [self.verb, self.kind, self.stage]
 
 
 @dataclass(frozen=True, slots=True)
 class Offload(_Transfer):
-    """Queue a device-to-host copy; the value stays on the device."""
+    """Start a copy to the host; the value stays on the device."""
 
     verb = "offload"
 
 
 @dataclass(frozen=True, slots=True)
 class Release(_Transfer):
-    """Wait for the value's host copy; the value leaves the device."""
+    """Wait for the copy to the host, then free the value on the device."""
 
     verb = "release"
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch(_Transfer):
-    """Take room on the device and queue the host-to-device copy."""
+    """Take device memory and start the copy back from the host."""
 
     verb = "prefetch"
 
@@ -138,19 +138,19 @@ _TRANSFERS: dict[str, type[Offload | Release | Prefetch | Await]] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a schedule that manages weights finds at the beginning of its period, and leaves at the end."""
+    """What is on the device and on the host when a period of a schedule that moves weights begins and ends."""
 
     device: frozenset[Value] = frozenset()
     host: frozenset[Value] = frozenset()
 
     def to_dict(self) -> dict[str, Any]:
-        """The start as it stands in a file."""
+        """Return the start as in a schedule file."""
         return {"device": [list(v) for v in sorted(self.device)], "host": [list(v) for v in sorted(self.host)]}
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the simulator said of a schedule when it was made."""
+    """What the simulator predicted when the schedule was made."""
 
     seconds: float
     peak_bytes: int
@@ -159,9 +159,9 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A list of operations, and where weights are managed the state it starts from.
+    """A list of operations, with the state it starts from if it moves weights.
 
-    Well-formedness is checked here; whether the schedule is legal for a chain is for `lowtide.simulate` to say.
+    The form is checked here; `lowtide.simulate` checks whether the schedule is legal for a chain.
     """
 
     strategy: str
@@ -184,12 +184,12 @@ class Schedule:
             for kind, k in values:
                 if kind not in self.manages and not (kind == "g" and self.manages):
                     raise ScheduleError(
-                        f"start.{where} names {[kind, k]}, expected only kinds that the schedule manages "
-                        f"({', '.join(self.manages) or 'none'})"
+                        f"start.{where} names {[kind, k]}, but the schedule manages only "
+                        f"{', '.join(self.manages) or 'nothing'}"
                     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The schedule as plain data, in the file format `lowtide.schedule/1`."""
+        """Return the schedule as plain data, in the format `lowtide.schedule/1`."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "strategy": self.strategy,
@@ -220,11 +220,11 @@ class Schedule:
             raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:
-            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; lowtide solve -o writes such a file")
+            raise ScheduleError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide solve -o")
         known = {"format", "strategy", "operations", "manages", "start", "predicted"}
         for key in values:
             if key not in known:
-                raise ScheduleError(f"{key!r} is not a field of a schedule; known are {', '.join(sorted(known))}")
+                raise ScheduleError(f"{key!r} is not a field of a schedule; the fields are {', '.join(sorted(known))}")
         strategy, operations = values.get("strategy", ""), values.get("operations")
         if not isinstance(operations, list | tuple):
             raise ScheduleError(f"operations is {shown(operations)}, expected a list of operations")
@@ -241,7 +241,7 @@ class Schedule:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Schedule:
-        """Read a schedule file; a wrong one is refused with one line that starts with the file's name."""
+        """Read a schedule file; an error is one line that starts with the file's name."""
         values = read_json(path, ScheduleError, check=cls.from_dict)
         try:
             return cls.from_dict(values)
@@ -250,12 +250,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """For how many stages it is: its backwards go from the last one to the first; 0 where it has none."""
+        """The number of stages, which is the stage of the first backward; 0 without a backward."""
         return max((op.stage for op in self.operations if isinstance(op, Backward)), default=0)
 
     @property
     def has_updates(self) -> bool:
-        """Whether it lists its optimizer steps; where it does not, weights that it manages change in backward."""
+        """Whether it lists its optimizer steps; otherwise managed weights are updated in backward."""
         return any(isinstance(operation, Update) for operation in self.operations)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -273,7 +273,7 @@ def operation_from_list(entry: Any, index: int) -> Operation:
             raise _refusal(entry, index, 'expected ["forward", k, "all" | "keep" | "drop"]')
         variant = rest[2] if len(rest) == 3 else 0
         if isinstance(variant, bool) or not isinstance(variant, int) or variant < 0:
-            raise _refusal(entry, index, "a variant is a whole number from 0 up")
+            raise _refusal(entry, index, "a variant is a whole number, 0 or more")
         if variant and rest[1] != "all":
             raise _refusal(entry, index, 'only "all" takes a variant; "keep" and "drop" run as variant 0')
         return Forward(rest[0], rest[1], variant)
@@ -290,11 +290,11 @@ def operation_from_list(entry: Any, index: int) -> Operation:
             kinds = " | ".join(f'"{kind}"' for kind in KINDS)
             raise _refusal(entry, index, f'expected ["{verb}", {kinds}, k]')
         return _TRANSFERS[verb](rest[0], rest[1])
-    raise _refusal(entry, index, f"known are forward, backward, update, {', '.join(_TRANSFERS)}")
+    raise _refusal(entry, index, f"expected forward, backward, update, {', '.join(_TRANSFERS)}")
 
 
 def _is_well_formed(operation: Any) -> bool:
-    """Whether an operation that was made in Python could stand in a file; quick, for solvers make many schedules."""
+    """Whether an operation made in Python is valid; fast, because solvers make many schedules."""
     if isinstance(operation, Forward):
         variant = operation.variant
         right = _is_stage(variant, smallest=0) and (not variant or operation.save == "all")
@@ -305,14 +305,14 @@ def _is_well_formed(operation: Any) -> bool:
 
 
 def _refusal_of(operation: Any, index: int) -> ScheduleError:
-    """Why an operation is not well formed, in the words for one in a file."""
+    """The error for an invalid operation, worded as for one in a file."""
     if not isinstance(operation, Operation):
         return _refusal(operation, index, "expected Forward, Backward, Update, Offload, Release, Prefetch or Await")
     try:
         operation_from_list(operation.to_list(), index)
     except ScheduleError as error:
         return error
-    raise AssertionError(f"{operation} is refused, and not in a file: a defect of lowtide")
+    raise AssertionError(f"{operation} is invalid in Python but not in a file: this is a bug in lowtide")
 
 
 def _start_from_dict(values: Any) -> Start:
@@ -345,7 +345,7 @@ def _predicted_from_dict(values: Any) -> Predicted | None:
         if not right:
             raise ScheduleError(
                 f"predicted.{name} is {shown(value)}, expected {'whole bytes' if name == 'peak_bytes' else 'seconds'} "
-                "from 0 up"
+                "of at least 0"
             )
     return Predicted(float(values["seconds"]), int(values["peak_bytes"]), float(values["idle_seconds"]))
 
@@ -360,7 +360,7 @@ def _refusal(entry: Any, index: int, reason: str) -> ScheduleError:
 
 
 def as_schedule(schedule: Schedule | Mapping[str, Any]) -> Schedule:
-    """A `Schedule` as it is, plain data read as one: what the public functions accept."""
+    """Return a `Schedule` unchanged, or read one from plain data."""
     if isinstance(schedule, Schedule):
         return schedule
     return Schedule.from_dict(schedule)

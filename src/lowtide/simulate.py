@@ -1,4 +1,4 @@
-"""What a schedule would use: the only accountant of memory and time.
+"""The memory and time of a schedule: nothing else in lowtide computes them.
 
 Memory follows from the order of the operations alone. Time has three clocks: compute, device-to-host, host-to-device.
 Computations run one after the other. A copy starts when its channel is free and everything before it in the list has
@@ -64,16 +64,16 @@ def simulate(
     bandwidth: int | str | None = None,
     duplex: bool = True,
 ) -> Trace:
-    """Say what a schedule uses on a chain, or refuse it.
+    """Compute the time and peak memory of a schedule on a chain.
 
     Args:
         chain: the network, a `Chain` or its plain data.
         schedule: what to do, a `Schedule` or its plain data.
-        bandwidth: bytes per second each way, for instance `"12GB/s"`; only a schedule without copies does without.
-        duplex: both directions at once; False: they share one channel.
+        bandwidth: bytes per second each way, for instance `"12GB/s"`; needed if the schedule has copies.
+        duplex: copies run in both directions at once; False: they share one channel.
 
     Raises:
-        ScheduleError: where the schedule is illegal, with the operation's index, the operation and the reason.
+        ScheduleError: if the schedule is illegal, with the operation's index, the operation and the reason.
 
     Example:
         >>> from lowtide import Chain, Stage, Schedule, Forward, Backward
@@ -90,8 +90,8 @@ def simulate(
         if schedule.num_stages in (0, chain.num_stages):
             raise
         raise ScheduleError(
-            f"the schedule ({schedule.strategy!r}) is for {shown(schedule.num_stages)} stages, and chain "
-            f"{chain.name!r} has {chain.num_stages}; take the chain that it was made for, or solve this one ({error})",
+            f"the schedule ({schedule.strategy!r}) is for {shown(schedule.num_stages)} stages, but chain "
+            f"{chain.name!r} has {chain.num_stages}; use the chain it was made for, or solve this one ({error})",
             index=error.index,
             operation=error.operation,
         ) from None
@@ -136,8 +136,8 @@ class _Machine:
         self.lists_updates = self.manages_weights and schedule.has_updates
         if self.manages_weights and chain.grads_resident and not self.lists_updates:
             raise ScheduleError(
-                f"chain {chain.name!r} keeps its weight gradients (grads_resident), and the schedule manages weights "
-                "and updates them inside backward; list the updates as operations, or take a chain without "
+                f"chain {chain.name!r} accumulates weight gradients (grads_resident), but the schedule moves weights "
+                "and updates them inside each backward; list the updates as operations, or use a chain without "
                 "grads_resident"
             )
         self.makes, self.reads, self.last_reads = _side_values_by_stage(chain)
@@ -153,7 +153,7 @@ class _Machine:
                 raise ScheduleError(f"start names {[kind, k]}, but the chain has {chain.num_stages} stages")
             if kind == "g" and not (self.lists_updates and chain.grads_resident):
                 raise ScheduleError(
-                    f"start names {[kind, k]}, but weight gradients are there at the start only where the chain has "
+                    f"start names {[kind, k]}, but weight gradients exist at the start only if the chain has "
                     "grads_resident and the schedule lists updates"
                 )
         for value in schedule.start.device:
@@ -163,7 +163,7 @@ class _Machine:
     # Rounds
 
     def begin_round(self) -> None:
-        """Set up a new period: fresh activations, the same weights, clocks that go on."""
+        """Start a new period: fresh activations, the same weights, clocks that continue."""
         chain, manages = self.chain, self.schedule.manages
         for kept in (self.arriving, self.leaving, self.host):
             for value in [value for value in kept if value[0] not in manages]:
@@ -189,7 +189,7 @@ class _Machine:
         self.held: tuple[int, ...] = ()  # the bytes by category at the peak of the operation under way
 
     def _put_resident_gradients(self) -> None:
-        """Begin with the weight gradients: on the device, but for those that the start has only on the host."""
+        """Store the weight gradients, except those that start on the host."""
         start = self.schedule.start
         for k, stage in enumerate(self.chain.stages, start=1):
             value = ("g", k)
@@ -207,8 +207,8 @@ class _Machine:
         for k, stage in enumerate(self.chain.stages if self.lists_updates else (), start=1):
             if stage.weight_grad_bytes and k not in self.updated:
                 raise ScheduleError(
-                    f"the schedule ends before update {k} has run; where updates are listed, each stage with weight "
-                    "gradients has one"
+                    f"the schedule ends before update {k} has run; a schedule that lists updates needs one for each "
+                    "stage with weight gradients"
                 )
         start = self.schedule.start
         for where, at_end, at_start in (("device", self.stored, start.device), ("host", self.host, start.host)):
@@ -219,7 +219,7 @@ class _Machine:
             for value in sorted(end ^ begin):
                 first, second = ("end", "start") if value in end else ("start", "end")
                 raise ScheduleError(
-                    f"a schedule that manages weights ends as it starts, but {list(value)} is on the {where} at its "
+                    f"a schedule that moves weights must end as it starts, but {list(value)} is on the {where} at its "
                     f"{first} and not at its {second}"
                 )
 
@@ -312,10 +312,10 @@ class _Machine:
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
             seconds, extra = way.forward_seconds, way.saving_extra_bytes
-            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nobody wants a[k] any more
+            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nothing needs a[k]
                 seconds = way.rerun_seconds
         if made in self.stored:
-            self._refuse(f"{_named(made)} is stored already")
+            self._refuse(f"{_named(made)} is already stored")
         if k in self.makes:
             self._make_side_values(k)
         peak = self.stored.total_bytes + num_bytes + extra
@@ -336,7 +336,7 @@ class _Machine:
         k = operation.stage
         if k != self.next_backward:
             expected = f"backward {self.next_backward} comes next" if self.next_backward else "all have run"
-            self._refuse(f"backwards run once each, from the last stage to the first; {expected}")
+            self._refuse(f"each backward runs once, from the last stage to the first; {expected}")
         stage = self.chain.stages[k - 1]
         self._use(("abar", k))
         self._use_input(k)
@@ -380,7 +380,7 @@ class _Machine:
             self.stored.put(("g", k), num_bytes)
 
     def _make_side_values(self, k: int) -> None:
-        """Add what forward k makes beside its output, where it is not there; after backward k nobody wants it."""
+        """Add the side values of forward k if they are not stored; after backward k nothing needs them."""
         for i, num_bytes in self.makes[k] if k <= self.next_backward else ():
             if ("s", i) not in self.stored:
                 self.stored.put(("s", i), num_bytes)
@@ -392,9 +392,9 @@ class _Machine:
     def _update(self, operation: Update) -> tuple[float, float, int]:
         k = operation.stage
         if k <= self.next_backward:
-            self._refuse(f"an update comes after its backward, and backward {k} has not run")
+            self._refuse(f"update {k} must come after backward {k}, which has not run")
         if k in self.updated:
-            self._refuse(f"updates run once each, and update {k} has run")
+            self._refuse(f"each update runs once, and update {k} has already run")
         for kind in ("g", *self.schedule.manages):
             self._use((kind, k))
         start, peak = self.clock, self.stored.total_bytes
@@ -422,9 +422,9 @@ class _Machine:
 
     def _prefetch(self, value: Value) -> None:
         if value in self.stored:
-            self._refuse(f"{_named(value)} is on the device already")
+            self._refuse(f"{_named(value)} is already on the device")
         if value not in self.host:
-            self._refuse(f"{_named(value)} has no current copy on the host to fetch")
+            self._refuse(f"{_named(value)} has no current copy on the host; offload it before you prefetch it")
         if value[0] == "abar":
             self.variant[value[1]] = self.host[value]
         num_bytes = self._bytes_of(value)
@@ -433,7 +433,7 @@ class _Machine:
 
     def _await(self, value: Value) -> None:
         if value not in self.stored:
-            self._refuse(f"{_named(value)} is not on the device and not on its way; prefetch it first")
+            self._refuse(f"{_named(value)} is neither on the device nor on its way; prefetch it first")
         self._use(value)
 
     # Pieces of operations
@@ -447,12 +447,12 @@ class _Machine:
         if kind in ("w", "opt") and kind not in self.schedule.manages:
             self._refuse(f'the schedule does not manage "{kind}"')
         if kind == "g" and not self.lists_updates:
-            self._refuse("weight gradients are values of their own only in a schedule that lists updates")
+            self._refuse("weight gradients can be moved only in a schedule that lists updates")
         if not self.manages_weights and isinstance(operation, Update):
             self._refuse('only a schedule that manages weights lists updates ("manages": ["w"] or ["w", "opt"])')
 
     def _use(self, value: Value) -> None:
-        """Need a value on the device; wait for it where it is still arriving."""
+        """Require a value on the device; wait if it is still arriving."""
         if value not in self.stored:
             self._refuse(f"{_named(value)} is not on the device")
         if value in self.arriving:
@@ -461,7 +461,7 @@ class _Machine:
             self.stored.settle(value)
 
     def _use_input(self, k: int) -> None:
-        """Need a[k-1], by itself or inside abar[k-1], whichever is there first."""
+        """Require a[k-1], on its own or inside abar[k-1], whichever is there first."""
         present = [value for value in (("a", k - 1), ("abar", k - 1)) if value in self.stored]
         if not present:
             missing = f"neither a[{k - 1}] nor abar[{k - 1}] is" if k > 1 else "a[0] is not"
@@ -478,8 +478,8 @@ class _Machine:
         """Queue a copy and return its end."""
         if not self.bandwidth:
             self._refuse(
-                f"a copy needs a bandwidth above 0, and {self.bandwidth or 'none'} was given; give one (--bandwidth "
-                "12GB/s, or bandwidth=)"
+                f"a copy needs a bandwidth above 0, but {self.bandwidth or 'none'} was given; pass "
+                "--bandwidth 12GB/s, or bandwidth= in Python"
             )
         start = max(self.channel_free[direction], self.clock)
         end = start + num_bytes / self.bandwidth
@@ -489,7 +489,7 @@ class _Machine:
         return end
 
     def _remove(self, value: Value) -> None:
-        """Free a value on the device, once no copy reads or writes it any more."""
+        """Free a value on the device once no copy reads or writes it."""
         if value in self.leaving:
             self._wait(*self.leaving.pop(value))
         if value in self.arriving:

@@ -1,4 +1,4 @@
-"""From a chain and a budget to a schedule: picks a strategy, and checks every answer with the simulator."""
+"""From a chain and a budget to a schedule: runs strategies and checks every answer with the simulator."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ _NUM_IMPROVED = 3
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What one strategy came to when `auto` tried it."""
+    """The result of one strategy that `auto` tried."""
 
     strategy: str
     seconds: float | None
-    """Its simulated time; None where it is infeasible."""
+    """Its simulated time; None if infeasible."""
     peak_bytes: int | None
     minimum_bytes: int | None
-    """Where infeasible, the least budget with which it works."""
+    """If infeasible, the smallest budget that works."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A schedule that the simulator has checked, and what it costs.
+    """A schedule, checked by the simulator, and what it costs.
 
     Attributes:
         chain: the network that it is for.
         schedule: the operations, with the prediction inside.
         trace: what the simulator saw.
-        strategy: the strategy that made the schedule; under `auto` the one that won.
+        strategy: the strategy that made the schedule; with `auto`, the fastest one.
         memory_budget: the bytes that were allowed.
         solve_seconds: how long solving took.
         model_seconds: the time in the strategy's own model, where that differs from the simulator's.
         lower_bound_seconds: no schedule of the strategy's class is faster, where such a bound is known.
-        candidates: under `auto`, every strategy that was tried.
-        details: further figures of the strategy, by name.
+        candidates: with `auto`, every strategy that was tried.
+        details: more figures of the strategy, by name.
     """
 
     chain: Chain
@@ -79,9 +79,9 @@ class Solution:
         return self.trace.idle_seconds
 
     def on(self, chain: Chain) -> Solution:
-        """The same schedule on a chain with other figures, over a duplex link.
+        """Return the same schedule on a chain with other figures, over a duplex link.
 
-        What the strategies said of this chain (candidates, bounds, times in their own models) is left out.
+        Candidates, bounds and times in the strategies' own models are left out.
         """
         trace = simulate(chain, self.schedule, bandwidth=self.bandwidth or None)
         predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
@@ -124,16 +124,15 @@ def solve(
         strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
             can be executed.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
-        slots: how finely strategies that discretise memory do it; None: each one's default.
-        segments: for strategy `"segments"`, their number.
+        slots: into how many slots strategies divide memory, if they do; None: each one's default.
+        segments: the number of segments, for strategy `"segments"`.
         duplex: both directions at once.
-        manage_weights: whether `"auto"` may also move weights between device and host; such schedules can be
-            simulated, and not executed.
+        manage_weights: whether `"auto"` may also move weights; such schedules can be simulated, but not executed.
         progress: called with the name of what is being tried and the share done, 0 to 1.
 
     Raises:
-        InfeasibleBudgetError: with `minimum_bytes`, the least budget that works.
-        StrategyError: for an unknown strategy or a setting that it does not have.
+        InfeasibleBudgetError: with `minimum_bytes`, the smallest budget that works.
+        StrategyError: if the strategy is unknown or does not have a setting.
 
     Example:
         >>> from lowtide import Chain, Stage
@@ -150,7 +149,7 @@ def solve(
     if strategy != AUTO:
         entry = find(strategy)
         if segments is not None and entry.name != "segments":
-            raise StrategyError(f"strategy {strategy!r} has no setting 'segments'; only 'segments' has")
+            raise StrategyError(f"strategy {strategy!r} has no setting 'segments'; only the strategy 'segments' has")
         answer, trace = _checked(entry, problem, settings)
         return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, ())
     candidates: list[Candidate] = []
@@ -191,7 +190,7 @@ def solve(
 
 
 def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> list[Entry]:
-    """The strategies that make sense for a chain and a link, in the order of the table."""
+    """The strategies that apply to a chain and a link, in the order of the registry."""
     # Optimizer state moves with the weights, and no weight gradient outlives its backward.
     held = (stage.weight_bytes or stage.weight_grad_bytes or stage.optimizer_bytes for stage in chain.stages)
     has_weights = any(held) and not chain.grads_resident
@@ -203,19 +202,19 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
 
 
 def _least_seconds(chain: Chain) -> float:
-    """Every stage once each way, in its fastest variant: no schedule takes less."""
+    """A lower bound: every stage once forward and backward, in its fastest variant."""
     ways = ([stage.variant(v) for v in range(stage.num_variants)] for stage in chain.stages)
     return sum(min(way.forward_seconds + way.backward_seconds for way in own) for own in ways)
 
 
 def _checked(entry: Entry, problem: Problem, settings: Mapping[str, int | None]) -> tuple[Answer, Trace]:
-    """A strategy's answer and what the simulator says of it; an answer above the budget never leaves here."""
+    """A strategy's answer and its simulation; fails if the answer is above the budget."""
     answer = entry.make(**settings).plan(problem)
     trace = simulate(problem.chain, answer.schedule, bandwidth=problem.bandwidth, duplex=problem.duplex)
     if trace.peak_bytes > problem.memory_budget:
         raise AssertionError(
             f"strategy {entry.name!r} answered with a peak of {trace.peak_bytes} bytes for a budget of "
-            f"{problem.memory_budget}: a defect of lowtide"
+            f"{problem.memory_budget}: this is a bug in lowtide"
         )
     return answer, trace
 
@@ -280,7 +279,7 @@ def _solution(
 
 def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> InfeasibleBudgetError:
     least = min((c.minimum_bytes, c.strategy) for c in candidates if c.minimum_bytes is not None)
-    needed = f"chain {problem.chain.name!r} needs at the least, with strategy {least[1]!r}"
+    needed = f"chain {problem.chain.name!r} needs at least, with strategy {least[1]!r}"
     otherwise = "" if problem.bandwidth else f"allow offloading: {GIVE_BANDWIDTH}"
     return infeasible(problem.memory_budget, least[0], needed, otherwise)
 
@@ -289,5 +288,5 @@ def _checked_count(name: str, value: int | None) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise StrategyError(f"{name} is {shown(value)}, expected a whole number from 1 up")
-    return int(value)  # numpy's whole numbers, too
+        raise StrategyError(f"{name} is {shown(value)}, expected a whole number of at least 1")
+    return int(value)  # also numpy's whole numbers

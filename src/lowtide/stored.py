@@ -1,4 +1,4 @@
-"""What is on the device while a schedule is simulated: each value with its bytes, and the bytes of each category."""
+"""What is on the device while a schedule is simulated: the bytes of each value and of each category."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ BASE, WEIGHTS, ACTIVATIONS, SAVED, RECOMPUTED, IN_FLIGHT, GRADIENTS = range(len(
 
 
 class Stored:
-    """The values on the device; what has no value of its own (the base, weight gradients that cannot
-    move) is known by its bytes alone.
+    """The values on the device; for the base and for weight gradients that cannot move, only the bytes.
 
     Example:
         >>> stored = Stored()
@@ -41,15 +40,15 @@ class Stored:
         return tuple(self._by_category)
 
     def bytes_of(self, value: Value) -> int:
-        """The bytes of a value that is there."""
+        """The bytes of a stored value."""
         return self._bytes[value]
 
     def is_in_flight(self, value: Value) -> bool:
-        """Whether a value that is there counts as on its way."""
+        """Whether a stored value counts as in flight."""
         return self._categories[value] == IN_FLIGHT
 
     def restart(self, kept_kinds: Iterable[str], base_bytes: int, gradient_bytes: int) -> None:
-        """Begin anew with the values of some kinds, and with what has no value of its own."""
+        """Start over, keeping the values of some kinds, the base and the weight gradients."""
         kinds = set(kept_kinds)
         self._bytes = {value: num_bytes for value, num_bytes in self._bytes.items() if value[0] in kinds}
         self._categories = {value: self._categories[value] for value in self._bytes}
@@ -80,11 +79,11 @@ class Stored:
         self.total_bytes -= num_bytes
 
     def depart(self, value: Value) -> None:
-        """A value is on its way to the host."""
+        """Count a value as in flight to the host."""
         self._move(value, IN_FLIGHT)
 
     def settle(self, value: Value) -> None:
-        """A value counts in the category of its kind."""
+        """Count a value in the category of its kind."""
         self._move(value, _own_category(value))
 
     def _move(self, value: Value, category: int) -> None:

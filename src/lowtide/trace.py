@@ -1,4 +1,4 @@
-"""What the simulator saw: every operation and every copy, with its times and bytes. Pictures need nothing else."""
+"""What the simulator saw: every operation and every copy, with its times and bytes; figures need nothing else."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Step:
     stored_by_category: tuple[int, ...]
     """The stored bytes afterwards, in the order of `CATEGORIES`."""
     peak_by_category: tuple[int, ...]
-    """What is stored at the peak, in the same order; what is missing to `peak_bytes` is transient."""
+    """What is stored at the peak, in the same order; the rest of `peak_bytes` is transient."""
     repeated: bool
-    """A forward of a stage that has run forward before."""
+    """Whether this is a forward of a stage that has run before."""
 
     @property
     def transient_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a schedule uses on a chain: totals, and every operation and copy for pictures.
+    """The time and memory of a schedule: totals, and every operation and copy.
 
     For a schedule that manages weights, `seconds` is the steady period and the steps are those of the last simulated
     round, with times from its beginning; a copy that crossed the seam may start before 0.
@@ -97,7 +97,7 @@ class Trace:
 
     @property
     def num_recomputed(self) -> int:
-        """How many forwards run again what has run before."""
+        """How many forwards are recomputations."""
         return sum(step.repeated for step in self.steps)
 
     @property

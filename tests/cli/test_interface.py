@@ -163,7 +163,7 @@ def test_version(capsys):
         (["report", "{chain}", "-o", "{chain}"], "it is the file to be read"),
         (
             ["simulate", "{chain}", "{chain}"],
-            "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; lowtide solve -o writes such a file",
+            "format is 'lowtide.chain/1', expected 'lowtide.schedule/1'; write one with lowtide solve -o",
         ),
         (["simulate", "{chain}", "{missing}"], "cannot be read"),
         (["compare", "{chain}", "--memory", "lots"], "lots"),

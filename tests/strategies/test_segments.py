@@ -70,7 +70,7 @@ def test_a_number_of_segments_has_a_minimum_of_its_own(count: int) -> None:
 
 
 def test_more_segments_than_stages_are_refused() -> None:
-    with pytest.raises(StrategyError, match="9 segments of a chain of 8 stages"):
+    with pytest.raises(StrategyError, match="segments is 9, but the chain has 8 stages"):
         solve(equal_chain(8), memory_budget=2**20, strategy="segments", segments=9)
     with pytest.raises(StrategyError, match="segments"):
         solve(equal_chain(8), memory_budget=2**20, strategy="rotor", segments=2)

@@ -1,4 +1,4 @@
-"""`autocapper`: recompute for a larger memory than there is, and move what is too much; the best of 40 memories."""
+"""`autocapper`: recompute for a larger memory, then move what exceeds the budget; the best of 40 memories."""
 
 from __future__ import annotations
 

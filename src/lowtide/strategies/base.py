@@ -1,4 +1,4 @@
-"""What a strategy is, what it is given, what it returns, and the table of all of them.
+"""The protocol of strategies, and the registry of all of them.
 
 A strategy is a frozen dataclass whose fields are its settings (`Rotor(slots=500)`). It knows no clock, prints nothing
 and does not simulate: one that must evaluate candidates calls `Problem.evaluate`, which it is handed.
@@ -24,13 +24,13 @@ GIVE_BANDWIDTH = "give --bandwidth (bandwidth= in Python), such as 12GB/s"
 
 
 def infeasible(budget: int, minimum_bytes: int, needed: str, otherwise: str = "") -> InfeasibleBudgetError:
-    """The error for a budget below the least that works, to be raised.
+    """Make the error for a budget that is too small.
 
     Args:
         budget: what was given, in bytes.
-        minimum_bytes: the least that works.
-        needed: who needs that, as in "the 3 GiB that ...".
-        otherwise: what else can be done than raising the budget.
+        minimum_bytes: the smallest budget that works.
+        needed: what needs it, as in "the 3 GiB that ...".
+        otherwise: what to do instead of raising the budget.
     """
     if is_count_of_gib(budget) and not is_count_of_gib(minimum_bytes):
         advice = f"did you mean {budget}GiB?"
@@ -44,7 +44,7 @@ def infeasible(budget: int, minimum_bytes: int, needed: str, otherwise: str = ""
 
 
 class Evaluation(Protocol):
-    """What the simulator says of a schedule; `lowtide.simulate.Trace` is one."""
+    """What the simulator says about a schedule; `lowtide.simulate.Trace` is one."""
 
     @property
     def seconds(self) -> float:
@@ -61,14 +61,14 @@ class Evaluation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a strategy is to solve.
+    """The input of a strategy.
 
     Args:
         chain: the network.
         memory_budget: bytes on the device, everything included.
-        bandwidth: bytes per second each way between device and host; 0 where nothing can be moved.
+        bandwidth: bytes per second each way between device and host; 0 if nothing can be moved.
         duplex: both directions at once.
-        evaluate: simulates a schedule of this chain at this bandwidth; raises ScheduleError where it is illegal.
+        evaluate: simulates a schedule of this chain at this bandwidth; raises ScheduleError if it is illegal.
     """
 
     chain: Chain
@@ -78,7 +78,7 @@ class Problem:
     evaluate: Callable[[Schedule], Evaluation]
 
     def infeasible(self, strategy: str, minimum_bytes: int) -> InfeasibleBudgetError:
-        """The error for a budget below `minimum_bytes`, to be raised."""
+        """Make the error for a budget below `minimum_bytes`."""
         lacks_link = not self.bandwidth and strategy in REGISTRY and REGISTRY[strategy].moves
         needed = f"strategy {strategy!r} needs for chain {self.chain.name!r}"
         otherwise = GIVE_BANDWIDTH if lacks_link else "try another strategy"
@@ -87,14 +87,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a strategy returns.
+    """The output of a strategy.
 
     Args:
-        schedule: within the budget; the caller simulates it before anybody sees it.
+        schedule: within the budget; the caller checks it with the simulator.
         model_seconds: the time in the strategy's own model, where that differs from the simulator's (pofo frees and
             fetches memory bit by bit).
-        lower_bound_seconds: no schedule of the class that the strategy searches is faster than this, where it is known.
-        details: further figures, by name, for reports.
+        lower_bound_seconds: no schedule of the class that the strategy searches is faster than this, if known.
+        details: more figures, by name, for reports.
     """
 
     schedule: Schedule
@@ -110,16 +110,16 @@ class Strategy(Protocol):
         """Return the strategy's best schedule within the budget.
 
         Raises:
-            InfeasibleBudgetError: where it has none; `minimum_bytes` is the least budget with which it has.
+            InfeasibleBudgetError: if there is none; `minimum_bytes` is the smallest budget that works.
         """
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The smallest budget with which `plan` succeeds, exact to the byte; `problem.memory_budget` is not read."""
+        """Return the smallest budget with which `plan` succeeds, exact to the byte; ignores the problem's budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of the table of strategies; the algorithm's module is imported only when it is used."""
+    """One entry of the registry; the algorithm's module is imported only when it is used."""
 
     name: str
     summary: str
@@ -137,7 +137,7 @@ class Entry:
         return not self.manages_weights
 
     def make(self, **settings: Any) -> Strategy:
-        """The strategy with these settings; one that is None, or that the strategy does not have, is left out."""
+        """Make the strategy with these settings; ignores None, and settings that the strategy does not have."""
         factory = getattr(importlib.import_module(self.module), self.factory)
         known = {entry.name for entry in dataclasses.fields(factory)}
         given = {name: value for name, value in settings.items() if value is not None and name in known}
@@ -170,14 +170,14 @@ REGISTRY: dict[str, Entry] = {
         Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
         Entry(
             "selection",
-            "least sum of checkpoints and largest segment",
+            "lowest sum of checkpoints and largest segment",
             "Hong §3, algorithm 3",
             f"{_HERE}.selection",
             "Selection",
         ),
         Entry(
             "dynamic-selection",
-            "least peak in PyTorch's real behaviour",
+            "lowest peak, given how PyTorch really behaves",
             "Hong §4, algorithms 5 and 6",
             f"{_HERE}.dynamic_selection",
             "DynamicSelection",
@@ -192,7 +192,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "opportunist",
-            "move a stage whenever the link is free, recompute those between",
+            "move a stage whenever the link is free, recompute those in between",
             "pofo §5.1",
             f"{_HERE}.opportunist",
             "Opportunist",
@@ -200,7 +200,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "autocapper",
-            "rotor for the best of 40 larger memories, then move what is too much",
+            "rotor for the best of 40 larger memories, then move what exceeds the budget",
             "pofo §5.1",
             f"{_HERE}.autocapper",
             "Autocapper",
@@ -225,7 +225,7 @@ REGISTRY: dict[str, Entry] = {
         ),
         Entry(
             "weights-greedy-nodiscount",
-            "the same, each fetch paid with an offload of its own",
+            "the same, with one offload for each fetch",
             "weights §7",
             f"{_HERE}.weights_greedy",
             "WeightsGreedy",
@@ -246,16 +246,16 @@ REGISTRY: dict[str, Entry] = {
 }
 
 AUTO = "auto"
-AUTO_SUMMARY = "the fastest feasible of all that apply and can be executed, by simulation"
+AUTO_SUMMARY = "the fastest of all that apply and can be executed, by simulation"
 
 
 def find(name: str) -> Entry:
-    """The entry of a strategy; a wrong name suggests the nearest."""
+    """Return the entry of a strategy; the error for a wrong name suggests the nearest one."""
     if not isinstance(name, str):
-        raise StrategyError(f"strategy is {shown(name)}, expected a name such as 'rotor'; leave it out for the fastest")
+        raise StrategyError(f"strategy is {shown(name)}, expected a name such as 'rotor'; omit it for the fastest")
     if name in REGISTRY:
         return REGISTRY[name]
     names = [*REGISTRY, AUTO]
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-    raise StrategyError(f"there is no strategy {name!r}; {hint}")
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+    raise StrategyError(f"unknown strategy {name!r}; {hint}")

@@ -34,7 +34,7 @@ class Chen:
         return fastest_that_fits(problem, "chen", _cuts(problem.chain))
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The least peak of the search's candidates."""
+        """The lowest peak among the search's candidates."""
         return least_peak_bytes(problem, _cuts(problem.chain))
 
 
@@ -50,7 +50,7 @@ def _cuts(chain: Chain) -> Iterator[Starts]:
 
 
 def _greedy(saved: list[int], segment_budget: float) -> Starts:
-    """Cut after each stage with which a segment saves more than its budget."""
+    """Cut after each stage at which a segment exceeds its budget."""
     starts, gathered = [1], 0
     for k, num_bytes in enumerate(saved[:-1], start=1):
         gathered += num_bytes

@@ -1,4 +1,4 @@
-"""`dynamic-selection`: the checkpoints whose schedule has the least peak."""
+"""`dynamic-selection`: the checkpoints whose schedule has the lowest peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.strategies.checkpoints.sets import listed, prepared
 
 @dataclass(frozen=True, slots=True)
 class DynamicSelection:
-    """One set of checkpoints for every budget: the one whose schedule has the least peak.
+    """One set of checkpoints for every budget: the one whose schedule has the lowest peak.
 
     This is Hong's recursion, equation 13, with what a segment takes as the operations of a schedule have it instead of
     equation 11: both gradients of a backward, extras, and the weight gradients of later stages. The aim is memory, not
@@ -32,7 +32,7 @@ class DynamicSelection:
     """
 
     def plan(self, problem: Problem) -> Answer:
-        """The one schedule of this strategy, where it fits."""
+        """The only schedule of this strategy, if it fits."""
         _, checkpoints = least_peak(problem.chain)
         return planned("dynamic-selection", problem, checkpoints)
 
@@ -42,7 +42,7 @@ class DynamicSelection:
 
 
 def least_peak(chain: Chain) -> tuple[int, list[int]]:
-    """The least peak of any set of checkpoints, and that set."""
+    """The lowest peak of any set of checkpoints, and that set."""
     stages, last = chain.stages, chain.num_stages
     weight_grads = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in stages]
     later = [*accumulate(reversed(weight_grads), initial=0)][::-1]  # later[k]: of the stages after k

@@ -11,7 +11,7 @@ from lowtide.strategies.continuous.search import DEFAULT_NUM_SLOTS
 
 @dataclass(frozen=True, slots=True)
 class OffloadOnly:
-    """Every stage saves everything; what does not fit waits on the host.
+    """Every stage saves everything; what does not fit is offloaded.
 
     What to move is optimal in the continuous model of pofo with forward `all` alone; on short chains every choice is
     tried. Reference: Beaumont, Eyraud-Dubois, Shilova, "Efficient combination of rematerialization and offloading for
@@ -30,7 +30,7 @@ class OffloadOnly:
     slots: int = DEFAULT_NUM_SLOTS
 
     def plan(self, problem: Problem) -> Answer:
-        """The best of the converted plans, by simulation.
+        """The fastest of the converted plans, by simulation.
 
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.

@@ -1,4 +1,4 @@
-"""`opportunist`: keep the link busy, recompute what it has no time for."""
+"""`opportunist`: keep the link busy, and recompute what it has no time for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class Opportunist:
-    """Move one stage after the other, as the link becomes free; recompute the stages between them.
+    """Move a stage whenever the link is free; recompute the stages in between.
 
     The first stage runs `all` and moves its input and what it saves; the next ones run light as long as those copies
     last; then again, until the rest fits as it is. The backward phase recomputes each group of light stages optimally.
@@ -42,7 +42,7 @@ class Opportunist:
     slots: int | None = None
 
     def plan(self, problem: Problem) -> Answer:
-        """Its one schedule; without a link, the best recomputation.
+        """The only schedule of this strategy; without a link, the best recomputation.
 
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.
@@ -71,7 +71,7 @@ class Opportunist:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """The groups of a chain on a link. They do not depend on the budget; how many of them are used does."""
+    """The groups of a chain on a link; the budget decides only how many of them are used."""
 
     fixed_bytes: int
     arrays: ChainArrays

@@ -16,7 +16,7 @@ from lowtide.strategies.slots import default_num_slots
 
 @dataclass(frozen=True, slots=True)
 class Pofo:
-    """Recompute or move, whichever is cheaper where, so that both the processor and the link are busy.
+    """Recompute or move each value, whichever is cheaper, so that both the device and the link are busy.
 
     Searches the continuous model (memory is freed and fetched bit by bit), converts its best plans into schedules that
     move each value at once, and answers with the fastest by simulation; pure recomputation and pure offloading are in
@@ -36,7 +36,7 @@ class Pofo:
     slots: int = DEFAULT_NUM_SLOTS
 
     def plan(self, problem: Problem) -> Answer:
-        """The best of the converted plans, by simulation.
+        """The fastest of the converted plans, by simulation.
 
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.
@@ -51,20 +51,20 @@ class Pofo:
         return Answer(schedule, model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """What is needed where every value that is kept is moved; without a link, what rotor needs."""
+        """What is needed if every kept value is moved; without a link, what rotor needs."""
         if not problem.bandwidth:
             return nested_minimum_bytes(problem, costs_of(problem.chain))
         return ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True).minimum_bytes
 
     def _offloaded(self, problem: Problem) -> list[Placement]:
-        """Pure offloading: the plans of `offload`, where it is feasible."""
+        """Pure offloading: the plans of `offload`, if feasible."""
         if problem.memory_budget < once_each(problem.chain).need_bytes(None):
             return []
         return offloaded_plans(problem, self.slots)[0]
 
 
 def _recomputed(problem: Problem) -> Placement | None:
-    """Pure recomputation: the answer of `rotor`, where it is feasible."""
+    """Pure recomputation: the answer of `rotor`, if feasible."""
     costs = costs_of(problem.chain)
     least = least_memory(costs)
     available = problem.memory_budget - outside_bytes(problem.chain)

@@ -12,7 +12,7 @@ from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 
 @dataclass(frozen=True, slots=True)
 class Revolve:
-    """Only outputs are kept, in the best nesting; each stage runs with all that it saves right before its backward.
+    """Keep only outputs, in the best nesting; recompute each stage in full right before its backward.
 
     So every stage but the last runs forward at least twice, and memory beyond all outputs is of no use. Reference:
     Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, §5.3; Gruslys et al., "Memory-efficient
@@ -33,7 +33,7 @@ class Revolve:
         return plan_nested(problem, _costs(problem.chain), "revolve", self.slots)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The least peak of any schedule of this kind."""
+        """The lowest peak of any schedule of this kind."""
         return nested_minimum_bytes(problem, _costs(problem.chain))
 
 

@@ -11,7 +11,7 @@ from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 
 @dataclass(frozen=True, slots=True)
 class Rotor:
-    """Each stage runs with all that it saves, or from a kept input as often as it takes, in the best nesting.
+    """Run each stage and save everything, or recompute it from a kept input as often as needed, in the best nesting.
 
     Chooses among the variants of each stage too. Reference: Beaumont et al., "Optimal checkpointing for heterogeneous
     chains: how to train deep neural networks with limited memory", 2019, §4.
@@ -39,5 +39,5 @@ class Rotor:
         return plan_nested(problem, costs_of(problem.chain), "rotor", self.slots)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The least peak of any nested persistent schedule."""
+        """The lowest peak of any nested persistent schedule."""
         return nested_minimum_bytes(problem, costs_of(problem.chain))

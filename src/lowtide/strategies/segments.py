@@ -35,12 +35,12 @@ class Segments:
         return fastest_that_fits(problem, "segments", self._cuts(problem.chain.num_stages))
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """The least peak over the numbers of segments, or that of the number asked for."""
+        """The lowest peak over all numbers of segments, or that of the number asked for."""
         return least_peak_bytes(problem, self._cuts(problem.chain.num_stages))
 
     def _cuts(self, num_stages: int) -> Iterator[Starts]:
         if self.segments is not None and self.segments > num_stages:
-            raise StrategyError(f"{self.segments} segments of a chain of {num_stages} stages; ask for at most as many")
+            raise StrategyError(f"segments is {self.segments}, but the chain has {num_stages} stages; ask for fewer")
         for count in range(1, num_stages + 1) if self.segments is None else (self.segments,):
             size = num_stages // count
             yield tuple(1 + index * size for index in range(count))

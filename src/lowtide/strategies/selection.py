@@ -1,4 +1,4 @@
-"""`selection`: the checkpoints with the least sum of checkpoints and largest segment."""
+"""`selection`: the checkpoints that minimise their sum plus the largest segment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Selection:
     """
 
     def plan(self, problem: Problem) -> Answer:
-        """The one schedule of this strategy, where it fits."""
+        """The only schedule of this strategy, if it fits."""
         return planned("selection", problem, _checkpoints(problem.chain))
 
     def minimum_bytes(self, problem: Problem) -> int:

@@ -23,7 +23,7 @@ _EFFORTLESS_STEPS = 2**28  # steps of the dynamic program over nested schedules,
 
 
 def default_num_slots(num_stages: int) -> int:
-    """The slots to use for a chain where nobody says: 500, and more for a short one.
+    """The default number of slots for a chain: 500, and more for a short one.
 
     >>> default_num_slots(1000), default_num_slots(100), default_num_slots(10)
     (500, 1610, 4000)

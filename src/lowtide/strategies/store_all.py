@@ -10,10 +10,10 @@ from lowtide.strategies.base import Answer, Problem
 
 @dataclass(frozen=True, slots=True)
 class StoreAll:
-    """Each forward once with all it saves, then each backward: the fastest, and the most memory."""
+    """Run each forward once and save everything, then each backward: the fastest, with the most memory."""
 
     def plan(self, problem: Problem) -> Answer:
-        """The one schedule of this strategy, where it fits."""
+        """The only schedule of this strategy, if it fits."""
         minimum = self.minimum_bytes(problem)
         if problem.memory_budget < minimum:
             raise problem.infeasible("store-all", minimum)

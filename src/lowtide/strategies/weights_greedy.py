@@ -23,7 +23,7 @@ _RESERVES = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class WeightsGreedy:
-    """Take the choices of the highest profit until the budget holds, then move each weight as early as it can go.
+    """Take the most profitable choices until the budget holds, then move each weight as early as possible.
 
     Beaumont, Eyraud-Dubois, Shilova, Zhao: Weight offloading strategies for training large DNN models, section 5.
 
@@ -31,7 +31,7 @@ class WeightsGreedy:
 
     Args:
         discount: one copy to the host may serve two fetches, since a forward does not change its weights. False: each
-            fetch is paid with a copy out of its own (the paper's Greedy*).
+            fetch needs its own copy out (the paper's Greedy*).
 
     Example:
         >>> from lowtide import Chain, Stage, solve
@@ -65,8 +65,8 @@ class WeightsGreedy:
                 best = (placed, reserve)
         if best is None:
             raise AssertionError(
-                f"strategy {self._name!r} found no schedule for a budget of {problem.memory_budget} bytes, and "
-                f"{period.least_bytes} are enough: a defect of lowtide"
+                f"strategy {self._name!r} found no schedule for a budget of {problem.memory_budget} bytes, but "
+                f"{period.least_bytes} are enough: this is a bug in lowtide"
             )
         placed, reserve = best
         return Answer(
@@ -78,7 +78,7 @@ class WeightsGreedy:
         )
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """Each computation with its own stage's weights and optimizer state, and no other's."""
+        """Each computation with only its own stage's weights and optimizer state."""
         return checked_period(problem, self._name).least_bytes
 
 

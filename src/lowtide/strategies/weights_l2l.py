@@ -19,7 +19,7 @@ _NAME = "weights-l2l"
 
 @dataclass(frozen=True, slots=True)
 class WeightsL2L:
-    """Layer to layer: the least memory that moving weights allows, and the most waiting.
+    """Move one layer's weights at a time: the least memory, and the most waiting.
 
     Beaumont, Eyraud-Dubois, Shilova, Zhao: Weight offloading strategies for training large DNN models, section 7;
     after Pudipeddi et al., Training large neural networks with constant memory using a new execution algorithm.
@@ -32,7 +32,7 @@ class WeightsL2L:
     """
 
     def plan(self, problem: Problem) -> Answer:
-        """The one schedule of this strategy; what may overlap does so where the budget has room for both values."""
+        """The only schedule of this strategy; copies overlap if the budget has room for both values."""
         period = checked_period(problem, _NAME)
         if problem.memory_budget < period.least_bytes:
             raise problem.infeasible(_NAME, period.least_bytes)
@@ -45,7 +45,7 @@ class WeightsL2L:
         return Answer(schedule, lower_bound_seconds=best_seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """Each computation with its own stage's weights and optimizer state, and no other's."""
+        """Each computation with only its own stage's weights and optimizer state."""
         return checked_period(problem, _NAME).least_bytes
 
 
@@ -62,7 +62,7 @@ def _stays_over_the_seam(period: Period, memory_budget: int) -> int:
 
 
 def _forwards(period: Period, stays: int) -> list[Operation]:
-    """Fetch, run, let go."""
+    """Fetch, run, free."""
     operations: list[Operation] = []
     for k in range(1, period.num_stages + 1):
         moves = period.weight_bytes[k - 1] > 0
@@ -77,7 +77,7 @@ def _forwards(period: Period, stays: int) -> list[Operation]:
 
 
 def _backwards(period: Period, stays: int, memory_budget: int) -> list[Operation]:
-    """Fetch, run, send back. What is on its way out goes on beside the next fetch where both have room."""
+    """Fetch, run, send back; copies out overlap with the next fetch if both fit."""
     n = period.num_stages
     operations: list[Operation] = []
     leaving: list[tuple[Kind, int, int]] = []  # kind, stage, bytes: offloaded, not yet released

@@ -1,4 +1,4 @@
-"""The networks of the papers, as plain modules: nothing in them knows of lowtide.
+"""The networks of the papers, as plain modules that do not depend on lowtide.
 
 torch is imported when one of them is made.
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ZooError(LowtideError, ValueError):
-    """A network that the zoo does not have, or a setting that a network does not take."""
+    """An unknown network, or a setting that a network does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +77,23 @@ ENTRIES: dict[str, Entry] = {
 
 
 def names() -> list[str]:
-    """The networks that there are."""
+    """The names of all networks."""
     return list(ENTRIES)
 
 
 def find(name: str) -> Entry:
-    """The entry of a network; a wrong name suggests the nearest."""
+    """Return the entry of a network; the error for a wrong name suggests the nearest one."""
     if name in ENTRIES:
         return ENTRIES[name]
     near = difflib.get_close_matches(name.lower(), ENTRIES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(ENTRIES)}"
-    raise ZooError(f"the zoo has no network {name!r}; {hint}")
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(ENTRIES)}"
+    raise ZooError(f"unknown network {name!r}; {hint}")
 
 
 def make(
     name: str, *, device: str = "cpu", dtype: str = "float32", **sizes: int | None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """A network with random weights, in training mode, and a batch for it; both give a loss.
+    """Make a network with random weights, in training mode, and a batch for it; together they give a loss.
 
     Args:
         name: one of `names()`.
@@ -118,7 +118,7 @@ def make(
     if chosen.get("width", 0) % chosen.get("heads", 1):
         raise ZooError(
             f"{name} of width {chosen['width']} cannot be divided among {chosen['heads']} heads; "
-            "take a width that is a multiple of the heads"
+            "use a width that is a multiple of the number of heads"
         )
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:

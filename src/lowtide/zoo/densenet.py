@@ -12,7 +12,7 @@ from lowtide.zoo.images import Classifier, with_batch
 
 
 class DenseLayer(nn.Module):
-    """A bottleneck that reads all that came before it in its block."""
+    """A bottleneck that reads everything before it in its block."""
 
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()

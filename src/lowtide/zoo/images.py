@@ -1,4 +1,4 @@
-"""What classifiers of images share: a batch, and a loss on top."""
+"""What image classifiers share: a batch, and a loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Classifier(nn.Module):
-    """A network whose result is the loss where labels are given, else its logits."""
+    """A network that returns the loss if labels are given, otherwise its logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -21,6 +21,6 @@ class Classifier(nn.Module):
 
 
 def with_batch(network: nn.Module, batch: int, image: int, classes: int) -> tuple[Classifier, dict[str, Tensor]]:
-    """The network with its loss, and random images with labels."""
+    """Return the network with its loss, and random images with labels."""
     images = torch.randn(batch, 3, image, image)
     return Classifier(network), {"images": images, "labels": torch.randint(0, classes, (batch,))}

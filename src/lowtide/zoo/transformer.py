@@ -78,7 +78,7 @@ class GPT2(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss where labels are given (the same tokens), else logits (batch, length, vocabulary)."""
+        """The loss if labels (the same tokens) are given, otherwise logits (batch, length, vocabulary)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -100,13 +100,13 @@ class BERT(nn.Module):
         self.head.weight = self.encoder.tokens.weight
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss where labels are given, else logits (batch, length, vocabulary)."""
+        """The loss if labels are given, otherwise logits (batch, length, vocabulary)."""
         logits: Tensor = self.head(self.norm(self.act(self.transform(self.encoder(tokens)))))
         return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class BERTEncoder(nn.Module):
-    """Embeddings of tokens, positions and segments, and the blocks; `pooler` is there as published and read by none."""
+    """Embeddings and blocks; `pooler` is part of the published model but unused."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, positions: int) -> None:
         super().__init__()

@@ -228,7 +228,7 @@ def test_values_are_compared_in_strict_mode():
 
     model = make(Fickle("value"))
     lowtide.attach(model, recomputing(5), strict=True)
-    with pytest.raises(ExecutionError, match=r"stage '2' .*other values"):
+    with pytest.raises(ExecutionError, match=r"stage '2' .*different values"):
         model(torch.randn(3, 4)).sum().backward()
     model = make(nn.Tanh())
     lowtide.attach(model, recomputing(5), strict=True)

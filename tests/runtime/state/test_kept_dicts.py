@@ -15,7 +15,6 @@ from torch import nn
 import lowtide
 from lowtide.runtime.execute.executor import Step
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.state.attributes import StageAttributes
 
 SHAPE = (64, 32)
 

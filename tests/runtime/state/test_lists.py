@@ -12,7 +12,6 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.state.lists import Contents, StageLists
 
 SHAPE = (512, 64)
 OPTIONS = {"bandwidth": 0, "optimizer": "sgd"}

@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import functions_of
+from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.coarse import Coarse, coarsened
 from lowtide.runtime.execute.executor import Step
 from lowtide.runtime.execute.forward import ExecutedForward
@@ -39,7 +40,7 @@ class Execution:
         chain: what the stages cost, where it is known.
         tier: where values go that leave the device.
         handler: called in place of the model.
-        strict: compare the values that a repeated forward saves with the first's.
+        checks: which values of recomputed stages are compared with those of their first run.
     """
 
     def __init__(
@@ -51,20 +52,20 @@ class Execution:
         tier: Tier,
         handler: Callable[..., Any],
         *,
-        strict: bool = False,
+        checks: Checks = Checks.SPOT,
     ) -> None:
         self.split = split
         self.schedule = schedule
         self.chain = chain
         # Strict mode is for finding out which stage differs, so each runs by itself there.
-        coarse = Coarse.finest(split, schedule) if strict else coarsened(split, schedule)
+        coarse = Coarse.finest(split, schedule) if checks is Checks.ALL else coarsened(split, schedule)
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
         layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
         self._interception = Interception(model, layout.units, handler)
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(
-            model, coarse.split, layout, program, tier, strict=strict, variants=variants, functions=functions
+            model, coarse.split, layout, program, tier, checks=checks, variants=variants, functions=functions
         )
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
@@ -106,6 +107,8 @@ class Execution:
             )
         machine, current = self.machine, self._interception.current
         with machine.alone():
+            machine.spot_checks.judge()
+            machine.spot_checks.next_turn()
             machine.refresh()
             clock = _Clock(machine.device)
             variants = machine.variants if with_variants else machine.variants.left_out()

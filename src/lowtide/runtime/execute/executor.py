@@ -17,10 +17,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.execute.checks import Checks, Fingerprints, SpotCheck
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
-from lowtide.runtime.execute.strict import Fingerprints
 from lowtide.runtime.execute.values import Activation, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.replay.endings import EndOfRunError
@@ -60,6 +60,7 @@ class StageRun:
         "random_after",
         "requires_grad",
         "saves_last_before_a_product",
+        "spot_check",
         "tape",
         "versions",
     )
@@ -76,6 +77,7 @@ class StageRun:
         self.requires_grad = False
         self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
+        self.spot_check: SpotCheck | None = None
 
 
 class Step:
@@ -178,6 +180,7 @@ class Step:
             self._on_end()
             self._on_end = None
             self.machine.counters.num_steps += 1
+            self.machine.spot_checks.judge()
 
     def _lowest(self) -> int:
         """The first stage that backward reaches: before it everything is frozen."""
@@ -209,6 +212,7 @@ class Step:
         for run in self.runs:
             run.tape = None
             run.mark = None
+            run.spot_check = None
 
     # The list
 
@@ -311,14 +315,17 @@ class Step:
         run = self.runs[k]
         ends_early = sorter is None and self._may_end_early(k)
         catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, ends_early=ends_early)
+        check, run.spot_check = run.spot_check, None  # the first recomputation of a step is looked at
         try:
             try:
-                outputs = self._run_again(k, inputs, catch.pack)
+                outputs = self._run_again(k, inputs, catch.pack if check is None else check.again(catch.pack))
             except EndOfRunError:
                 outputs = []
             catch.finish()
             if run.fingerprints is not None:
                 Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
+            if check is not None:
+                self.machine.spot_checks.finish(check, catch.tensors)
         except BaseException:
             if sorter is not None:
                 sorter.clear()
@@ -332,7 +339,7 @@ class Step:
 
         The first one goes to the end, and in strict mode all do, so that the number of tensors is compared, too.
         """
-        is_known = k in self.machine.repeated and not self.machine.strict
+        is_known = k in self.machine.repeated and self.machine.checks is not Checks.ALL
         self.machine.repeated.add(k)
         return is_known and self.next_index in self.program.unwanted and self.runs[k].saves_last_before_a_product
 
@@ -344,8 +351,9 @@ class Step:
         assert environment is not None
         assert mark is not None
         earlier = environment.earlier(mark, k, self.history, partial(_storages_read, run.tape, inputs))
-        if earlier:
-            pack = _copying(pack, {tensor.untyped_storage()._cdata for tensor, _ in earlier})
+        rewritten = {tensor.untyped_storage()._cdata for tensor, _, stands_alone in earlier if not stands_alone}
+        if rewritten:
+            pack = _copying(pack, rewritten)
         with (
             _MarkedAsRecomputing(),
             environment.rewound(mark, earlier),

@@ -10,11 +10,11 @@ from torch import nn
 from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.execute.checks import Checks, Fingerprints, noting
 from lowtide.runtime.execute.executor import Step
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Sink, Unpack
-from lowtide.runtime.execute.strict import Fingerprints, noting
 from lowtide.runtime.execute.values import Activation, Sorter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.replay.endings import saves_last_before_a_product
@@ -83,9 +83,12 @@ class ExecutedForward(StagedForward):
         self._hooks = None
         if mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
-            if machine.strict:
+            if machine.checks is Checks.ALL:
                 run.fingerprints = Fingerprints()
-                sink = noting(sink, run.fingerprints)
+                sink = noting(sink, run.fingerprints.add)
+            elif machine.spot_checks.stage == k:
+                run.spot_check = machine.spot_checks.begin(machine.stage_name(k), machine.buffer_storages_of(k))
+                sink = noting(sink, run.spot_check.first)
             self._hooks = run.placeholders.first_run(step, sink)
             self._begin_call = run.placeholders.begin_call
         self._before = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.containers import Held
@@ -42,7 +43,7 @@ class Machine:
         layout: the same, as far as a running forward must know them.
         program: the schedule.
         tier: where values go that leave the device.
-        strict: compare the values that a repeated forward saves with the first's.
+        checks: which values of recomputed stages are compared with those of their first run.
         variants: as which the stages run.
         functions: what to call between units in the place of functions of torch; all stages are watched for them.
     """
@@ -55,7 +56,7 @@ class Machine:
         program: Program,
         tier: Tier,
         *,
-        strict: bool = False,
+        checks: Checks = Checks.NONE,
         variants: StageVariants | None = None,
         functions: Functions = MappingProxyType({}),
     ) -> None:
@@ -63,7 +64,8 @@ class Machine:
         self.layout = layout
         self.program = program
         self.tier = tier
-        self.strict = strict
+        self.checks = checks
+        self.spot_checks = SpotChecks(program.recomputed if checks is Checks.SPOT else ())
         self.variants = variants or StageVariants(None)
         self.functions = functions
         self.generators = Generators.of(model)
@@ -84,12 +86,19 @@ class Machine:
         self._parameter_tables = {k: [module._parameters for _, module in each] for k, each in self._modules.items()}
         self._compiled = {k for k, each in self._modules.items() if any(is_compiled(module) for _, module in each)}
         self._environments = self._environments_by_stage()
-        self._buffer_places: dict[int, tuple[str, dict[str, torch.Tensor | None], str]] = {}
+        self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffers: list[int] = []
+        self._buffer_names: dict[int, str] = {}
+        self.refresh()
 
     # The model, by stage
 
     def refresh(self) -> None:
-        """Look at the model's parameters again where they are other objects than before: FSDP exchanges them."""
+        """Look at the model's parameters and buffers again where they are other objects than before."""
+        buffers = list(map(id, chain.from_iterable(map(dict.values, self._buffer_tables))))
+        if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
+            self._buffers = buffers
+            self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         first = next(self.model.parameters(), None)
         if first is not self._first_parameter:
             self._first_parameter = first
@@ -104,7 +113,8 @@ class Machine:
         for k, modules in inside.items():
             is_taped = k in self.program.taped
             own = [(path, module) for path, module in modules if is_taped or id(module) in taped]
-            found[k] = Environment(own, self._outside if taped else (), counts)
+            beside = self._outside if taped else ()
+            found[k] = Environment(own, beside, counts, exchanges=self.can_be_watched(k))
         return found
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
@@ -138,22 +148,10 @@ class Machine:
         """Which of the tensors that a tape holds are buffers of the model: with names, and versions when it read them."""
         found = []
         for held in helds:
-            if isinstance(held.tensor, nn.Parameter):
-                continue
-            place = self._buffer_places.get(id(held.tensor))
-            if place is None or place[1].get(place[2]) is not held.tensor:
-                place = self._find_buffers().get(id(held.tensor))
-            if place is not None:
-                found.append((place[0], held.tensor, held.version))
+            name = self._buffer_names.get(id(held.tensor))
+            if name is not None and not isinstance(held.tensor, nn.Parameter):
+                found.append((name, held.tensor, held.version))
         return found
-
-    def _find_buffers(self) -> dict[int, tuple[str, dict[str, torch.Tensor | None], str]]:
-        self._buffer_places = {
-            id(buffer): (f"{path}.{name}".strip("."), module._buffers, name)
-            for path, module in self.model.named_modules()
-            for name, buffer in module._buffers.items()
-        }
-        return self._buffer_places
 
     def storages_of(self, k: int) -> set[int]:
         """The addresses of the storages of stage k's parameters and buffers.
@@ -171,6 +169,11 @@ class Machine:
         found = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         self._storages[k] = found
         return found
+
+    def buffer_storages_of(self, k: int) -> set[int]:
+        """The addresses of the storages that the buffers of stage k have now."""
+        buffers = (tensor for _, module in self._modules[k] for tensor in module._buffers.values())
+        return {t.untyped_storage()._cdata for t in buffers if t is not None and t.layout is torch.strided}
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is (a view of) a buffer of the model; slow, seldom asked."""

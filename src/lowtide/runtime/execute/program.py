@@ -121,6 +121,12 @@ class Program:
         )
 
     @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The stages of which a recomputation saves what backward needs."""
+        forwards = ((index, op) for index, op in enumerate(self.operations) if isinstance(op, Forward))
+        return tuple(sorted({op.stage for i, op in forwards if op.save == "all" and self.first[op.stage] != i}))
+
+    @property
     def unwatched(self) -> frozenset[int]:
         """The stages that autograd looks after alone: nothing needs to be known of what they make."""
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped

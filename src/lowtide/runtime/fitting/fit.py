@@ -26,6 +26,7 @@ from lowtide.errors import (
 from lowtide.files import read_json
 from lowtide.runtime.capture.capture import StageNames, check_arguments
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
+from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
@@ -76,6 +77,7 @@ def fit(
     replan: bool = True,
     slots: int | None = None,
     strict: bool = False,
+    spot_checks: bool = True,
     progress: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Train a model within a memory budget: measures its stages, solves for the fastest schedule, attaches it.
@@ -103,6 +105,7 @@ def fit(
         replan: plan again for calls with larger shapes; False: other shapes are refused.
         slots: how finely strategies discretise memory.
         strict: compare what a repeated forward saves with the first, byte by byte; slow.
+        spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
         progress: called with what is being done and the share done, 0 to 1.
 
     Returns:
@@ -139,7 +142,7 @@ def fit(
         grads_resident=grads_resident,
         keeps_result=keeps_result,
         slots=slots,
-        strict=strict,
+        checks=Checks.of(strict=strict, spot_checks=spot_checks),
         progress=progress,
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",

@@ -84,7 +84,7 @@ class Planned:
         """The schedule, ready to be put in place."""
         schedule = self.solution.schedule
         tier = tier_for(model, settings.host_memory_budget, host_bytes(self.chain, schedule))
-        return Execution(model, self.split, schedule, self.chain, tier, handler, strict=settings.strict)
+        return Execution(model, self.split, schedule, self.chain, tier, handler, checks=settings.checks)
 
 
 def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledStages | None]:

@@ -11,6 +11,7 @@ from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import StageNames
 from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.transfer.arena import rounded
 from lowtide.schedule import Offload, Schedule
@@ -38,7 +39,7 @@ class Settings:
     grads_resident: bool
     keeps_result: bool
     slots: int | None
-    strict: bool
+    checks: Checks
     progress: Callable[[str, float], None] | None
     compilation: Compilation | None = None
     allow_rounding: bool = False

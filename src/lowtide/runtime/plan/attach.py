@@ -10,6 +10,7 @@ from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import PlanError, ScheduleError, shown
+from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Handler, Part, Plan
@@ -29,6 +30,7 @@ def attach(
     split: Split | None = None,
     host_memory_budget: int | str | None = None,
     strict: bool = False,
+    spot_checks: bool = True,
 ) -> Plan:
     """Run a model under a schedule from now on.
 
@@ -40,6 +42,7 @@ def attach(
         host_memory_budget: bytes of host memory that offloaded values may take; None: what the schedule needs.
         strict: compare, byte by byte, what a repeated forward saves with what the first saved; slow, for finding out
             why gradients differ.
+        spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
 
     Returns:
         The plan; a plan that was attached before is detached.
@@ -64,11 +67,12 @@ def attach(
     _check_has_stages(model, split)
     check_legal(schedule, split.num_stages)
     tier = tier_for(model, host_memory_budget)
+    checks = Checks.of(strict=strict, spot_checks=spot_checks)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
     bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
 
     def make(handler: Handler) -> Part:
-        execution = Execution(model, split, schedule, chain, tier, handler, strict=strict)
+        execution = Execution(model, split, schedule, chain, tier, handler, checks=checks)
         return Part(execution, memory_budget=budget, bandwidth=bandwidth)
 
     return Plan(model, make)

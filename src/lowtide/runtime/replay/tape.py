@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -150,6 +151,8 @@ class Tape:
         self.outputs: tuple[int, ...] = ()
         """The numbers of the tensors that a run returns."""
         self._made: dict[int, int] = {}
+        self._in_numpy: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Tensors whose memory was handed to numpy, which counts no version, and what they held then."""
         self._num_slots = 0
         self._outputs: list[int] = []
         self._is_ready = False  # whether it is known which call is the last to read each slot
@@ -185,6 +188,8 @@ class Tape:
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
         drawn_from = [(source, source.state()) for source in _sources_in((*forms, *keyword_forms.values()))]
         result = call(*args, **kwargs)
+        if name in _TO_NUMPY and isinstance(args[0], torch.Tensor):
+            self._in_numpy[id(args[0])] = weakref.ref(args[0]), _checksum(args[0])
         if self._watch is not None:
             self._watch.after_call()
         changes = False
@@ -208,6 +213,8 @@ class Tape:
         """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
         assert self._ledger is not None
         read.append((tensor, version_of(tensor)))
+        if self._in_numpy:
+            self._check_numpy(tensor)
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
@@ -248,6 +255,12 @@ class Tape:
         else:
             self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
 
+    def _check_numpy(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that was written to through numpy: no tape can repeat that."""
+        known = self._in_numpy.get(id(tensor))
+        if known is not None and known[0]() is tensor and _checksum(tensor) != known[1]:
+            self._refuse(f"a tensor of shape {list(tensor.shape)}", "through numpy")
+
     def _refuse(self, what: str, name: str) -> None:
         self.refusal = (
             f"stage {self.name!r} changes {what} in place ({name}), so it cannot be run again; "
@@ -263,6 +276,10 @@ class Tape:
 
     def end(self) -> None:
         """The stage has ended; what follows belongs to the next one."""
+        for reference, _ in self._in_numpy.values():
+            tensor = reference()
+            if tensor is not None:
+                self._check_numpy(tensor)
         if self._watch is not None:
             self._watch.before_call()  # a generator may have been set after the last call, too
 
@@ -291,6 +308,7 @@ class Tape:
         """End the recording."""
         self._ledger = None
         self._held_of.clear()
+        self._in_numpy.clear()
 
     # Running
 
@@ -381,6 +399,13 @@ def _left_as_they_are(sources: Iterable[Source]) -> Iterator[None]:
     finally:
         for source, state in states:
             source.set(state)
+
+
+_TO_NUMPY = frozenset({"numpy", "__array__"})
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().numpy(force=True).tobytes())
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:

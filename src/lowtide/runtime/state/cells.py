@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 import weakref
 from argparse import Namespace
-from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from operator import is_, itemgetter
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from torch import nn
 
 Table = dict[Any, Any]
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _REGISTRIES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 _SEQUENCES = (list, deque, set)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -73,100 +73,95 @@ class Layout:
 
     def __init__(self, base: Sequence[Table], labels: Sequence[tuple[str, str]]) -> None:
         self._base = base
-        self._labels = [*labels]
-        self._names: dict[int, str] = {}
         self._steps: list[tuple[int, Any, type, bool]] = []
         """Of the other containers: the number of the one around it, the key there, its type, whether it is an object."""
-        self._is_dict = [True] * len(base)
         tables: list[Any] = [*base]
+        paths = [path for path, _ in labels]
         seen = set(map(id, tables))
         number = 0
         while number < len(tables):
             for key, value in _entries(tables[number]):
-                content = _content(value)
+                content = None if number < len(base) and key in _OF_EVERY_MODULE else _content(value)
                 if content is not None and id(content) not in seen:
                     seen.add(id(content))
                     tables.append(content)
                     self._steps.append((number, key, type(value), content is not value))
-                    self._is_dict.append(isinstance(content, dict))
-                    self._labels.append((f"{self._labels[number][0]}.{key}".strip("."), ""))
+                    paths.append(f"{paths[number]}.{key}".strip("."))
             number += 1
-        found = self._flat(tables)
-        self._sizes, self._keys, values = found[0], found[1], found[2]
+        registries = [registry for _, registry in labels] + ["other"] * len(self._steps)
+        self._sizes = list(map(len, base))
+        self._dicts = [n for n, table in enumerate(tables) if isinstance(table, dict) and (table or n >= len(base))]
+        self._others = [n for n, table in enumerate(tables) if not isinstance(table, dict)]
+        self._keys = {n: [key for key in tables[n] if registries[n] or key not in _REGISTRIES] for n in self._dicts}
+        self._inner = [(n, len(self._keys[n])) for n in self._dicts if n >= len(base)]
+        self._read = [(n, _getter(self._keys[n])) for n in self._dicts]
+        self._places = [(n, key) for n in self._dicts for key in self._keys[n]]
+        self._names = [(f"{paths[n]}.{key}".strip("."), registries[n] == "_buffers") for n, key in self._places]
+        values = self._values(tables)
         self._types = list(map(type, values))
-        self._ends = [*accumulate(self._sizes)]
-        registries = set(map(id, base))
+        self._find(values)
+
+    def _find(self, values: Sequence[Any]) -> None:
         self.hidden = [
             index
+            for index, ((_, key), value) in enumerate(zip(self._places, values, strict=True))
+            if key == _CALL_SITE or (key not in _OF_EVERY_MODULE and not isinstance(value, tuple) and _is_hidden(value))
+        ]
+        self.tensors = [
+            index
             for index, value in enumerate(values)
-            if (_is_hidden(value) and id(value) not in registries and not isinstance(value, tuple))
-            or self._keys[index] == _CALL_SITE
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         ]
-        tensors = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        self.tensors = [index for index in tensors if not isinstance(values[index], nn.Parameter)]
         """Where tensors stand that are no parameters."""
-        self.tuples = [
-            index for index, value in enumerate(values) if isinstance(value, tuple) and not _PLAIN.issuperset(map(type, value))
-        ]
+        self.tuples = [n for n, v in enumerate(values) if isinstance(v, tuple) and not _PLAIN.issuperset(map(type, v))]
         """Where tuples stand that may hold tensors."""
-        settings = [index for index, kind in enumerate(self._types) if kind in _SWITCHES or callable(values[index])]
-        self._settings = itemgetter(*settings) if len(settings) > 1 else None
+        switches = [index for index, kind in enumerate(self._types) if kind in _SWITCHES or callable(values[index])]
+        self._switches = _getter(switches)
 
     def look(self) -> Look | None:
         """What the cells hold now; None: they are elsewhere by now."""
-        tables: list[Any] = [*self._base]
-        for parent, key, kind, is_object in self._steps:
-            try:
-                value = tables[parent][key]
-            except (IndexError, KeyError, TypeError):
-                return None
-            if type(value) is not kind:
-                return None
-            tables.append(vars(value) if is_object else value)
-        sizes, keys, values, sequences = self._flat(tables)
-        if sizes != self._sizes or not all(map(is_, keys, self._keys)) or list(map(type, values)) != self._types:
+        if list(map(len, self._base)) != self._sizes:
             return None
-        return Look(self, tables, values, sequences)
+        tables: list[Any] = [*self._base]
+        try:
+            for parent, key, kind, is_object in self._steps:
+                value = tables[parent][key]
+                if type(value) is not kind:
+                    return None
+                tables.append(vars(value) if is_object else value)
+            values = self._values(tables)
+        except (IndexError, KeyError, TypeError):
+            return None
+        if list(map(type, values)) != self._types or any(len(tables[n]) != size for n, size in self._inner):
+            return None
+        return Look(self, tables, values, self._sequences(tables))
 
-    def _flat(self, tables: Sequence[Any]) -> tuple[list[int], list[Any], list[Any], list[list[Any] | int]]:
-        """The sizes, keys and values of all dicts, one after the other, and what the other containers hold."""
-        if not self._steps:
-            return [*map(len, tables)], [*chain(*map(dict.keys, tables))], [*chain(*map(dict.values, tables))], []
-        dicts = [table for table, is_dict in zip(tables, self._is_dict, strict=True) if is_dict]
-        others = [table for table, is_dict in zip(tables, self._is_dict, strict=True) if not is_dict]
-        sequences = [len(each) if _is_long(each) else list(each) for each in others]
-        return [*map(len, dicts)], [*chain(*map(dict.keys, dicts))], [*chain(*map(dict.values, dicts))], sequences
+    def _values(self, tables: Sequence[Any]) -> list[Any]:
+        return list(chain.from_iterable([get(tables[n]) for n, get in self._read]))
 
-    def settings_of(self, values: Sequence[Any]) -> tuple[int, ...]:
+    def _sequences(self, tables: Sequence[Any]) -> list[list[Any] | int]:
+        return [len(tables[n]) if _is_long(tables[n]) else list(tables[n]) for n in self._others]
+
+    def switches_of(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Which values say what a module does, as switches and functions do, and numbers that count do not."""
-        return () if self._settings is None else tuple(map(id, self._settings(values)))
+        return tuple(map(id, self._switches(values)))
 
     def set_others(self, tables: Sequence[Any], wanted: Sequence[Any], now: Sequence[Any]) -> None:
         """Put the wanted values where others stand now."""
-        dicts = [table for table, is_dict in zip(tables, self._is_dict, strict=True) if is_dict]
+        if all(map(is_, wanted, now)):
+            return
         for index, (value, there) in enumerate(zip(wanted, now, strict=True)):
             if value is not there and value is not _Hidden and not _is_shard(value) and not _is_shard(there):
-                table = dicts[self._number(index)]
-                _base_of(table).__setitem__(table, self._keys[index], _value(value))
+                self.set(tables, index, _value(value))
 
-    def _number(self, index: int) -> int:
-        """The number of the dict in which a value stands."""
-        return bisect_right(self._ends, index)
+    def set(self, tables: Sequence[Any], index: int, value: Any) -> None:
+        """Put a value in its place."""
+        n, key = self._places[index]
+        _base_of(tables[n]).__setitem__(tables[n], key, value)
 
-    def name(self, index: int) -> str:
-        """Where a value stands, for messages."""
-        known = self._names.get(index)
-        if known is None:
-            known = self._names[index] = f"{self._label(index)[0]}.{self._keys[index]}".strip(".")
-        return known
-
-    def is_buffer(self, index: int) -> bool:
-        """Whether a value stands among a module's buffers."""
-        return self._label(index)[1] == "_buffers"
-
-    def _label(self, index: int) -> tuple[str, str]:
-        labels = [label for label, is_dict in zip(self._labels, self._is_dict, strict=True) if is_dict]
-        return labels[self._number(index)]
+    def named(self, index: int) -> tuple[str, bool]:
+        """Where a value stands, for messages, and whether it is a buffer."""
+        return self._names[index]
 
     def resolved(self) -> list[Any]:
         """The containers as they are now; one that is missing is made, so that it can be filled."""
@@ -185,13 +180,15 @@ class Layout:
 
     def contents(self, tables: Sequence[Any], values: Sequence[Any], sequences: Sequence[Any]) -> Iterator[Any]:
         """Pairs of a container and what it is to hold: a dict, a list of entries, or the length of a long list."""
-        spans, others = iter(zip([0, *self._ends], self._ends, strict=False)), iter(sequences)
-        for table, is_dict in zip(tables, self._is_dict, strict=True):
-            if is_dict:
-                start, end = next(spans)
-                yield table, dict(zip(self._keys[start:end], values[start:end], strict=True))
-            else:
-                yield table, next(others)
+        start, held = 0, set(self._dicts)
+        for n, table in enumerate(self._base):
+            if n not in held:
+                yield table, {}
+        for n in self._dicts:
+            keys = self._keys[n]
+            yield tables[n], dict(zip(keys, values[start : start + len(keys)], strict=True))
+            start += len(keys)
+        yield from ((tables[n], each) for n, each in zip(self._others, sequences, strict=True))
 
 
 class Look:
@@ -258,7 +255,7 @@ class Kept:
         self._sequences = [each if isinstance(each, int) else list(map(_kept, each)) for each in look.sequences]
 
     def contents(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors without a graph, each with the number of its cell."""
+        """The tensors without a graph, each with the number of its cell; those in tuples come last."""
         values = self.values
         for index in self.layout.tensors:
             if not isinstance(values[index], _Detached):
@@ -266,6 +263,18 @@ class Kept:
         for index in self.layout.tuples:
             if isinstance(values[index], tuple):
                 yield from ((index, value) for value in values[index] if isinstance(value, torch.Tensor))
+
+    def addresses(self) -> set[int]:
+        """Those of the tensors that stand in places of their own."""
+        return {id(self.values[index]) for index in self.layout.tensors}
+
+    def exchange(self, look: Look, others: Mapping[int, torch.Tensor]) -> None:
+        """Put other tensors, by the address of the former, in the places of those that stood there."""
+        tables = look.tables if look.layout is self.layout else self.layout.resolved()
+        for index in self.layout.tensors:
+            other = others.get(id(self.values[index]))
+            if other is not None:
+                self.layout.set(tables, index, other)
 
     def apply(self, look: Look) -> None:
         """Let the cells, which hold what `look` says, hold what they held."""
@@ -315,14 +324,23 @@ def fill(container: Any, content: Any) -> None:
             container.pop()
     elif isinstance(container, dict):
         kind = _base_of(container)
-        if len(container) != len(content) or not all(map(is_, dict.keys(container), content)):
+        rest = {key: value for key, value in dict.items(container) if key in _REGISTRIES and key not in content}
+        if [*rest, *content] != [*rest, *(key for key in dict.keys(container) if key not in rest)]:
             kind.clear(container)
+            kind.update(container, rest)
         for key, value in content.items():
             if dict.get(container, key, Absent) is not value:
                 kind.__setitem__(container, key, value)
     elif isinstance(container, _SEQUENCES) and not _is_same_sequence(content, container):
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(content)
+
+
+def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Gives the values of some keys in one go."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return lambda table: tuple(table[key] for key in keys)
 
 
 def _base_of(table: Table) -> type[dict[Any, Any]]:

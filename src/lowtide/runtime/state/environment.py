@@ -9,6 +9,7 @@ change are copied beforehand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from lowtide.runtime.state.cells import Cells, Kept
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
+Earlier = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class History:
@@ -53,9 +55,9 @@ class History:
 class Content(NamedTuple):
     """A tensor whose content may change."""
 
-    name: str
     tensor: torch.Tensor
     version: int
+    name: str
     is_buffer: bool = True
     is_beside: bool = True
     """It is not the stage's own: what lies between units may read or change it, and is on the tape then."""
@@ -84,14 +86,24 @@ class Environment:
         modules: those of its units, with their paths.
         beside: modules outside of all units, whose buffers the code between units may read or change.
         counts: of all stages together, how often tensors were changed without a version that tells so.
+        exchanges: whether other tensors may stand in for those that hold something else by now; compiled code may know
+            the tensors themselves.
     """
 
-    def __init__(self, modules: Modules, beside: Modules = (), counts: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        modules: Modules,
+        beside: Modules = (),
+        counts: dict[str, int] | None = None,
+        *,
+        exchanges: bool = True,
+    ) -> None:
+        self._exchanges = exchanges
         self._cells = Cells(modules)
         self._beside = [(path, module._buffers) for path, module in beside]
         self._counts: dict[str, int] = {} if counts is None else counts
         self._changing: set[str] = set()
-        self._observed: set[tuple[int, ...]] = set()  # the settings with which it was seen what changes
+        self._observed: set[tuple[int, ...]] = set()  # the switches with which it was seen what changes
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
 
     # Before and after a first run
@@ -106,28 +118,29 @@ class Environment:
         look = self._cells.look()
         kept, layout = Kept(look), look.layout
         contents = [
-            Content(layout.name(index), tensor, version_of(tensor), layout.is_buffer(index), is_beside=False)
+            Content(tensor, version_of(tensor), *layout.named(index), is_beside=False)
             for index, tensor in kept.contents()
         ]
         contents += self._contents_beside(others)
-        settings = layout.settings_of(look.values)
+        switches = layout.switches_of(look.values)
         if not observes:
-            observes = settings not in self._observed or any(each.name not in self._last for each in contents)
+            observes = switches not in self._observed or any(each.name not in self._last for each in contents)
         mark = Mark(kept, contents, observes=observes)
         for index, content in enumerate(contents):
             is_new = self._is_new(content)
             if observes or is_new or content.name in self._changing:
-                mark.copies[index] = content.tensor.detach().clone()
-        self._observed.add(settings)
+                tensor = content.tensor
+                mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        self._observed.add(switches)
         return mark
 
     def _contents_beside(self, others: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Content]:
         for path, table in self._beside:
             for name, tensor in table.items():
                 if tensor is not None and tensor.grad_fn is None:
-                    yield Content(f"{path}.{name}".strip("."), tensor, version_of(tensor))
+                    yield Content(tensor, version_of(tensor), f"{path}.{name}".strip("."))
         for name, tensor in others:
-            yield Content(name, tensor, version_of(tensor))  # of another stage
+            yield Content(tensor, version_of(tensor), name)
 
     def _is_new(self, content: Content) -> bool:
         """Whether a tensor is new in its place: it may change although the former did not. Asked for two at most."""
@@ -144,7 +157,7 @@ class Environment:
             Those that were not there.
         """
         known = {id(content.tensor) for content in mark.contents}
-        new = [Content(*each) for each in read if id(each[1]) not in known]
+        new = [Content(tensor, version, name) for name, tensor, version in read if id(tensor) not in known]
         mark.contents += new
         return [(content.name, content.tensor) for content in new]
 
@@ -192,8 +205,9 @@ class Environment:
 
     # Running it again
 
-    def earlier(self, mark: Mark, k: int, history: History, read: Reads) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that stage k found with another content than they have now, and that content.
+    def earlier(self, mark: Mark, k: int, history: History, read: Reads) -> list[Earlier]:
+        """The tensors that stage k found with another content than they have now, that content, and whether another
+        tensor can stand in for it.
 
         Args:
             mark: before its first run.
@@ -217,17 +231,27 @@ class Environment:
                 continue  # another stage's business
             if change is None or change[1] is None or not is_strided:
                 raise _lost(content, by_forward=change is not None)
-            found.append((tensor, change[1]))
-        return found
+            found.append((tensor, change[1], not content.is_beside))
+        return self._alone(mark, found, read) if found else found
+
+    def _alone(self, mark: Mark, found: list[Earlier], read: Reads) -> list[Earlier]:
+        """Say which of the stage's own tensors can be exchanged: nobody else shows their memory."""
+        shown = [t.untyped_storage()._cdata for t, *_ in mark.contents if t.layout is torch.strided]
+        others = {*read(), *(each for each, count in Counter(shown).items() if count > 1)}
+        cells = mark.kept.addresses() if self._exchanges else ()
+        return [(t, then, own and id(t) in cells and t.untyped_storage()._cdata not in others) for t, then, own in found]
 
     @contextmanager
-    def rewound(self, mark: Mark, earlier: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> Iterator[None]:
+    def rewound(self, mark: Mark, earlier: Sequence[Earlier] = ()) -> Iterator[None]:
         """Run the block with the environment as it was at a mark, and put back what it is now."""
         now = self._cells.look()
         try:
             mark.kept.apply(now)
-            if earlier:
-                with _holding(earlier):
+            alone = {id(tensor): content for tensor, content, stands_alone in earlier if stands_alone}
+            if alone:
+                mark.kept.exchange(now, {key: content.clone() for key, content in alone.items()})
+            if len(alone) < len(earlier):
+                with _holding([(tensor, content) for tensor, content, stands_alone in earlier if not stands_alone]):
                     yield
             else:
                 yield

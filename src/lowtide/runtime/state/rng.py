@@ -77,25 +77,33 @@ class Source:
 
 
 def _glance_at_python(generator: random.Random) -> Glance | None:
-    """Reads two numbers in the generator's memory: how many were given out, and the first of those that are at hand."""
-    position = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
-    word = ctypes.c_uint32.from_address(id(generator) + object.__basicsize__ + ctypes.sizeof(ctypes.c_int))
-    *_, last = state = generator.getstate()[1]
-    if (word.value, position.value) != (state[0], last):
+    """Reads a few numbers in the generator's memory: how many were given out, and some of those that are at hand.
+
+    Not the first of these, which is the same after every seed.
+    """
+    start = id(generator) + object.__basicsize__
+    position, words = ctypes.c_int.from_address(start), _words_at(start + 2 * _WORD_BYTES)
+    state = generator.getstate()[1]
+    if (*words, position.value) != (*state[1:3], state[-1]):
         return None  # another Python, which lays it out in another way
-    return lambda: (position.value, word.value, generator.gauss_next)  # type: ignore[attr-defined]
+    return lambda: (position.value, *words, generator.gauss_next)  # type: ignore[attr-defined]
 
 
 def _glance_at_numpy() -> Glance | None:
     """The same of numpy's; the normal number that it keeps for the next time is not seen."""
     bits = numpy.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
-    address = bits.ctypes.state_address
-    state = bits.state["state"]
-    position = ctypes.c_int.from_address(address + state["key"].nbytes)
-    word = ctypes.c_uint32.from_address(address)
-    if (word.value, position.value) != (state["key"][0], state["pos"]):
+    start, state = bits.ctypes.state_address, bits.state["state"]
+    position, words = ctypes.c_int.from_address(start + state["key"].nbytes), _words_at(start + _WORD_BYTES)
+    if (*words, position.value) != (*state["key"][1:3], state["pos"]):
         return None
-    return lambda: (position.value, word.value)
+    return lambda: (position.value, *words)
+
+
+_WORD_BYTES = ctypes.sizeof(ctypes.c_uint32)
+
+
+def _words_at(address: int) -> Any:
+    return (ctypes.c_uint32 * 2).from_address(address)
 
 
 _PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Schedules that are made of sets of checkpoints."""
+"""Schedules made from sets of checkpoints."""

@@ -14,8 +14,8 @@ def checkpoint_schedule(strategy: str, chain: Chain, checkpoints: Sequence[int])
     """The schedule that keeps the outputs `checkpoints` (0 and n included) and recomputes each segment once.
 
     Segments run forward one after the other, the last with all that it saves; then, from the last to the first, each is
-    run again with all that it saves and passed backward. A segment of one stage that saves its output only is saved the
-    first time: that takes no more memory than its checkpoint.
+    recomputed with everything it saves, then run backward. A segment of one stage that saves only its output is saved
+    the first time: that takes no more memory than its checkpoint.
     """
     segments = [range(h + 1, i + 1) for h, i in pairwise(checkpoints)]
     operations: list[Operation] = []
@@ -33,7 +33,7 @@ def planned(strategy: str, problem: Problem, checkpoints: Sequence[int]) -> Answ
     """The answer with these checkpoints.
 
     Raises:
-        InfeasibleBudgetError: where the schedule's peak is above the budget.
+        InfeasibleBudgetError: if the schedule's peak is above the budget.
     """
     schedule = checkpoint_schedule(strategy, problem.chain, checkpoints)
     peak = problem.evaluate(schedule).peak_bytes
@@ -52,5 +52,5 @@ def _saved(segment: range) -> Iterator[Operation]:
 
 
 def _passed(segment: range) -> Iterator[Operation]:
-    """The segment's input stays, and its output; what lies between goes."""
+    """Keep the segment's input and output; drop what lies between."""
     return (Forward(k, "keep" if k == segment[0] else "drop") for k in segment)

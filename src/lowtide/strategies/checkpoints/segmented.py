@@ -36,13 +36,13 @@ class Segmentation:
 
 
 def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
-    """What it costs to cut a chain so; `costs` are the chain's, as variant 0."""
+    """What it costs to cut a chain this way; `costs` are those of variant 0."""
     again = sum(costs.split_until[p] - costs.forward_until[s - 1] for s, p in itertools.pairwise(starts))
     return Segmentation(starts, chain.compute_seconds + float(again), outside_bytes(chain) + _peak(costs, starts))
 
 
 def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -> Answer:
-    """The fastest way to cut the chain within the budget; of equals, the one with the lowest peak.
+    """The fastest way to cut the chain within the budget; among equals, the one with the lowest peak.
 
     Raises:
         InfeasibleBudgetError: with the least peak of all of them.
@@ -57,7 +57,7 @@ def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -
 
 
 def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
-    """The least peak of all of them."""
+    """The lowest peak of all candidates."""
     return min(candidate.peak_bytes for candidate in _candidates(problem, cuts))
 
 
@@ -77,7 +77,7 @@ def _operations(starts: Starts, num_stages: int) -> Iterator[Operation]:
 
 
 def _peak(costs: Costs, starts: Starts) -> int:
-    """The peak, without what lies outside (see `nested.outside_bytes`)."""
+    """The peak, without what lies outside the stages (see `nested.outside_bytes`)."""
     first = np.array(starts)
     last = np.append(first[1:] - 1, costs.num_stages)
     before = np.concatenate(([0], np.cumsum(costs.way_saved)[:-1]))  # what stages 1..k-1 save, at k - 1

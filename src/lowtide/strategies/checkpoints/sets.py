@@ -1,4 +1,4 @@
-"""Hong's two problems on plain numbers: which values to keep as checkpoints so that memory is least.
+"""Hong's two problems on plain sizes: which checkpoints take the least memory.
 
 The values are d_0 (the input) to d_n (the output); 0 and n are always checkpoints. Between two neighbouring checkpoints
 h < i lies a segment, the values h+1..i-1, that is dropped and recomputed from h when backward comes to i.

@@ -208,7 +208,7 @@ def _labels_keep(work: _Work, pool: _Pool, first: Integers, stage: int) -> _Pool
     spare = work.limit - work.bounds.total[1]
     for i in range(stage - 1, 0, -1):
         if work.blocks.row[i, stage - 1] < 0 or work.forwards.seconds[i, stage - 1] > spare:
-            break  # and so for every stage before i: more forwards would run again
+            break  # and so for every stage before i: more forwards would be recomputed
         begin, end = first[i, 0], first[i, -1]
         after, may_stay = np.empty((end - begin, 3)), np.empty(end - begin, dtype=np.bool_)
         _after_keep(work, pool, begin, end, i, stage - 1, after, may_stay)

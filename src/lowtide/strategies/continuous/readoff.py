@@ -105,7 +105,7 @@ Reading = Generator["Reading", Part, Part]
 
 
 def _run(reading: Reading) -> Part:
-    """Run a recursion written as generators, without the depth of Python's stack as a limit."""
+    """Run a recursion written as generators, without Python's limit on its depth."""
     stack = [reading]
     given: Part | None = None
     while True:

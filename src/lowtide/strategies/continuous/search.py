@@ -127,7 +127,7 @@ class ContinuousModel:
         return known, None
 
     def _blocks(self, memory: int, slots: int, spare_seconds: float) -> Blocks:
-        """The backward phase; one for more memory or more time serves as well."""
+        """The backward phase; reuses one for more memory or more time."""
         spare = spare_seconds + _SINGLE * float(self.bounds.total[1]) if self.recompute else -1.0
         known = self.tables.get(slots)
         if known is None or known[0] < memory or known[1] < spare:
@@ -191,4 +191,4 @@ class ContinuousModel:
                 use = max(use, int(arrays.output[j - 1] + arrays.light_peak[j]) + beside)
             if max(use, given + int(self.least_block.least_bytes[i, j]), int(self.least[j + 1, 0])) <= need:
                 return Step(i, j, None, moved)
-        raise AssertionError(f"no decision for stage {i} fits in {need} bytes: a defect of lowtide")
+        raise AssertionError(f"no decision for stage {i} fits in {need} bytes: this is a bug in lowtide")

@@ -1,4 +1,4 @@
-"""Place copies in a given order of computations: what to offload when, when to let it go, when to fetch it back.
+"""Place copies in a given order of computations: when to offload, free and fetch each value.
 
 An order of computations says which value is needed when. Between two computations that touch a value lies a *gap*; a
 value that is moved is away during (a part of) its gap. `place` turns an order and a choice of gaps into a schedule:
@@ -37,7 +37,7 @@ Order = Sequence[Forward | Backward]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A stretch of an order of computations during which a value exists and nobody touches it.
+    """A part of an order of computations during which a value exists and is not used.
 
     `made`, `begin` and `end` are positions in the order: the computation that makes the value (-1: it is there from the
     start), the last one that touches it before the gap, and the one that needs it again.
@@ -52,7 +52,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A schedule with its copies, and what the placement reckons it takes."""
+    """A schedule with its copies, and its estimated time."""
 
     operations: tuple[Operation, ...]
     seconds: float

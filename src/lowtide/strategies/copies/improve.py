@@ -27,7 +27,7 @@ Flags = NDArray[np.bool_]
 
 
 def improve(problem: Problem, schedule: Schedule) -> Schedule | None:
-    """A faster schedule with the same computations in the same order, within the budget; None where none is found.
+    """A faster schedule with the same computations in the same order, within the budget; None if none is found.
 
     Args:
         problem: with a bandwidth above 0.
@@ -76,7 +76,7 @@ def _releases(schedule: Schedule) -> set[tuple[Value, int]]:
 
 
 def descend(problem: Problem, profile: Profile, start: Flags, most_work: int) -> tuple[Flags, float] | None:
-    """Go from a choice of gaps to ever better ones.
+    """Improve a choice of gaps step by step.
 
     Args:
         problem: with a bandwidth above 0.

@@ -9,7 +9,7 @@ What stands beside the stages s..t while they are processed is delta[t] and the 
 `Costs.beside`. The bytes available to s..t are the budget less what is fixed and less what the schedules around it
 store, a[s-1] included; `Costs.beside` counts against them.
 
-What s..t ends with, forward t and at once backward t, is after the backward of t+1, so that nobody wants a[t] any more:
+What s..t ends with, forward t and at once backward t, is after the backward of t+1, so that nothing needs a[t]:
 for t < n that forward takes `rerun_seconds`.
 
 | rotor | here |

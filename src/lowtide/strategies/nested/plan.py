@@ -1,4 +1,4 @@
-"""From a problem to the best nested persistent schedule: what `rotor` and `revolve` have in common."""
+"""The best nested persistent schedule for a problem: shared by `rotor` and `revolve`."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int |
 
 
 def nested_minimum_bytes(problem: Problem, costs: Costs) -> int:
-    """The least peak of any schedule of the class, exact to the byte."""
+    """The lowest peak of any schedule of the class, exact to the byte."""
     return outside_bytes(problem.chain) + int(least_memory(costs).least_bytes[1, costs.num_stages])

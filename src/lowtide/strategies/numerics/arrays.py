@@ -10,7 +10,7 @@
 | M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + weight gradients from k on |
 
 The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
-in these figures; it is counted by whoever keeps it.
+in these figures; whatever keeps it counts it.
 """
 
 from __future__ import annotations

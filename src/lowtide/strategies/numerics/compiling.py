@@ -1,4 +1,4 @@
-"""Say that loops are being compiled, where that takes long: it happens once, and the result is kept on disk."""
+"""Tell the user when compiling loops takes long; it happens once, and the result is kept on disk."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import time
 from typing import Any
 
 LOGGER = logging.getLogger("lowtide")
-MESSAGE = "compiling hot loops, once; the next time they are read from disk"
+MESSAGE = "compiling the solvers; this happens once, later runs read them from disk"
 
-# What is quicker, all loops together, is not worth a word.
+# Compiling that takes less, for all loops together, needs no message.
 _PATIENCE_SECONDS = 1.0
 
 
 def announce_compilation() -> None:
-    """From now on log `MESSAGE` once numba has compiled for over a second; where numba is not in use, do nothing."""
+    """Log `MESSAGE` once numba has compiled for over a second; do nothing if numba is not in use."""
     if "numba" in sys.modules:
         _announcer()
 
 
 class Announcer:
-    """Counts the seconds that are spent compiling, and speaks once when they are too many."""
+    """Counts the seconds spent compiling, and logs a message once when there are too many."""
 
     def __init__(self, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         self._remaining_seconds = patience_seconds
@@ -42,7 +42,7 @@ class Announcer:
             self._timer.start()
 
     def end(self) -> None:
-        """It has ended."""
+        """A compilation ends."""
         self._depth -= 1
         if self._depth == 0 and self._timer is not None:
             self._timer.cancel()

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the solver came to.
+    """The result of the solver.
 
     Attributes:
         proven: no solution is below this (the dual bound less the solver's tolerance; at least 0, as all sums are).
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Program:
-    """A mixed-integer linear program that is being written down; all variables are at least 0."""
+    """A mixed-integer linear program under construction; all variables are at least 0."""
 
     upper: list[float] = field(default_factory=list)
     integral: list[bool] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Program:
         return list(range(first, first + count))
 
     def row(self, terms: Iterable[Term], low: float = 0.0, high: float = 0.0) -> None:
-        """Demand low <= sum of terms <= high; without limits, that the sum is 0."""
+        """Require low <= sum of terms <= high; without limits, that the sum is 0."""
         at = len(self.low)
         for column, coefficient in terms:
             if coefficient:

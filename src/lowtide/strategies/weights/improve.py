@@ -1,4 +1,4 @@
-"""What `auto` does to the greedy answer for weights, beyond the paper: other selections, placed the same way.
+"""How `auto` improves the greedy answer for weights, beyond the paper: other selections, placed the same way.
 
 Algorithm 2 places a given selection nearly as well as the lower bound allows; what costs time at low bandwidths is the
 selection. Two sources of better ones: the program behind the bound, solved coarsely at its first node, says which
@@ -60,7 +60,7 @@ def improve(problem: Problem, answer: Answer, seconds: float) -> Answer | None:
 
 
 def is_close(answer: Answer, seconds: float) -> bool:
-    """Whether an answer is so near to its lower bound that there is nothing to look for."""
+    """Whether an answer is so close to its lower bound that a search cannot help."""
     return answer.lower_bound_seconds is not None and seconds <= answer.lower_bound_seconds * (1 + _CLOSE_ENOUGH)
 
 

@@ -99,12 +99,12 @@ def checked_period(problem: Problem, strategy: str) -> Period:
     """The period of a problem's chain, where moving weights makes sense for it.
 
     Raises:
-        StrategyError: where the weight gradients are resident, or nothing can be moved.
+        StrategyError: if the weight gradients are resident, or nothing can be moved.
     """
     if problem.chain.grads_resident:
         raise StrategyError(
-            f"strategy {strategy!r} applies each update inside its backward, and chain {problem.chain.name!r} "
-            "accumulates weight gradients (grads_resident); use a strategy that leaves weights on the device"
+            f"strategy {strategy!r} updates weights inside each backward, but chain {problem.chain.name!r} "
+            "accumulates weight gradients (grads_resident); use a strategy that keeps weights on the device"
         )
     if not problem.bandwidth:
         raise StrategyError(f"strategy {strategy!r} moves weights; {GIVE_BANDWIDTH}")
@@ -137,6 +137,6 @@ def cyclic_schedule(strategy: str, num_stages: int, operations: Sequence[Operati
 
 
 def without_vain_copies(operations: Sequence[Operation]) -> list[Operation]:
-    """A period without copies to the host of what never leaves the device."""
+    """Remove copies to the host of values that never leave the device."""
     released = {operation.value for operation in operations if isinstance(operation, Release)}
     return [each for each in operations if not isinstance(each, Offload) or each.value in released]

@@ -139,7 +139,7 @@ def _drop_pending(state: State, index: int) -> None:
 
 @kernel
 def _release_first(moves: Moves, state: State) -> None:
-    """Let the first pending value go, waiting for its copy where need be."""
+    """Free the first pending value, after waiting for its copy if necessary."""
     move = state.pending[0]
     _record(state, RELEASE, moves.table[move, VALUE])
     state.clocks[CLOCK] = max(state.clocks[CLOCK], _ready(moves, state, 0))

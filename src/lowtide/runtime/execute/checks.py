@@ -1,0 +1,326 @@
+"""Does a recomputed stage save what its first run saved?
+
+Shapes and dtypes are compared always (`saved`). Values are compared in two ways:
+
+- *Spot checks*, always on: in each step one recomputed stage, in turn, and of it a few elements of a few tensors, so
+  that a step does not feel it. What makes a recomputation differ, another draw of dropout, a setting that has changed,
+  a hook that was removed, changes values everywhere, so a few elements tell; and which ones are looked at changes from
+  step to step. Nothing is wrong in silence for longer than one round of stages.
+- *Strict mode*: every stage in each step, byte by byte. For finding out, not for training.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.errors import ExecutionError
+from lowtide.runtime.execute.saved import Pack, Sink
+
+# How much of a stage a spot check looks at. A sample takes some 10 µs of the host's time; a tensor has two or three.
+# Elements that are drawn anew differ with a probability of a few percent at the least, and so do all that are computed
+# from them: 64 elements of each of 4 tensors seldom miss that.
+_MOST_TENSORS = 4
+_NUM_ELEMENTS = 64
+
+_NUMPY_HAS = frozenset(
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64")
+)
+
+ADVICE = (
+    "something that it reads besides its input, parameters, buffers and random numbers has changed since its first run "
+    "in this step. fit(..., strict=True) names the first stage that differs; spot_checks=False switches this check off"
+)
+
+
+class Checks(Enum):
+    """Which values of recomputed stages are compared with those of their first run."""
+
+    NONE = "none"
+    SPOT = "spot"
+    ALL = "all"
+
+    @classmethod
+    def of(cls, *, strict: bool, spot_checks: bool) -> Checks:
+        """As a user asks for them."""
+        return cls.ALL if strict else cls.SPOT if spot_checks else cls.NONE
+
+
+class Fingerprints:
+    """Of the tensors that one run of a stage saves; taken when it ends, since some are filled late."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._sums: list[int | None] = []
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> Fingerprints:
+        """Those of tensors that are complete."""
+        made = cls()
+        made._tensors = [*tensors]
+        made.finish()
+        return made
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Take in the next saved tensor."""
+        self._tensors.append(tensor.detach())
+
+    def finish(self, ignored: Collection[int] = ()) -> None:
+        """The run has ended: keep the fingerprints alone.
+
+        Args:
+            ignored: addresses of storages that the run may have changed after it had saved them.
+        """
+        self._sums = [_fingerprint(tensor, ignored) for tensor in self._tensors]
+        self._tensors = []
+
+    def compare(self, first: Fingerprints, name: str) -> None:
+        """Refuse values that are not those of the first run."""
+        for index, (one, other) in enumerate(zip(first._sums, self._sums, strict=True)):
+            if one is not None and one != other:
+                raise _differs(name, f"tensor {index} of {len(self._sums)}")
+
+
+def noting(sink: Sink | None, note: Sink) -> Sink:
+    """A sink that hands each tensor to somebody else, too."""
+    if sink is None:
+        return note
+
+    def noting(tensor: torch.Tensor) -> None:
+        note(tensor)
+        sink(tensor)
+
+    return noting
+
+
+def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.untyped_storage()._cdata in ignored:
+        return None
+    data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy().tobytes())
+
+
+def _differs(name: str, tensor: str) -> ExecutionError:
+    return ExecutionError(f"stage {name!r} saved different values when it was recomputed ({tensor}): {ADVICE}")
+
+
+Sample = bytes | torch.Tensor  # of a tensor on the CPU, and of one on CUDA
+
+
+class SpotCheck:
+    """Samples of what one stage saves in its first run and in its first recomputation within one step.
+
+    Some operations fill what they save while they run (the noise of `RReLU`), so that a sample that is taken when a
+    tensor is saved may hold anything. After the recomputation all its tensors are there: samples that have changed by
+    then are not compared.
+
+    Args:
+        stage: the stage.
+        name: its name, for messages.
+        turn: the number of the step; which elements and which tensors are looked at follows from it.
+        num_tensors: how many tensors the stage saved when it was last checked; 0: not known.
+        ignored: addresses of storages whose values need not be those of the first run (BatchNorm's statistics).
+    """
+
+    __slots__ = ("_again", "_every", "_first", "_ignored", "_name", "_turn", "num_tensors", "stage")
+
+    def __init__(self, stage: int, name: str, turn: int, num_tensors: int, ignored: Collection[int]) -> None:
+        self.stage = stage
+        self._name = name
+        self._turn = turn
+        self._every = 1 + (num_tensors - 1) // _MOST_TENSORS if num_tensors else 1
+        self._ignored = ignored
+        self._first: dict[int, tuple[tuple[int, ...], torch.dtype, Sample]] = {}
+        self._again: dict[int, Sample] = {}
+        self.num_tensors = 0
+        """How many tensors the first run has saved so far."""
+
+    def first(self, tensor: torch.Tensor) -> None:
+        """The first run saves a tensor."""
+        index = self.num_tensors
+        self.num_tensors += 1
+        if (index + self._turn) % self._every or len(self._first) >= _MOST_TENSORS:
+            return
+        with torch._C.DisableTorchFunction():  # whoever watches the model's operations is not to see these
+            if self._can_sample(tensor):
+                self._first[index] = tensor.stride(), tensor.dtype, _sample(tensor, self._turn)
+
+    def _can_sample(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not a subclass with ideas of its own
+            and tensor.layout is torch.strided
+            and tensor.numel() > 0
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+            and (tensor.is_cpu or tensor.is_cuda)
+            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            and tensor.untyped_storage()._cdata not in self._ignored
+        )
+
+    def again(self, pack: Pack) -> Pack:
+        """The packing hook of the recomputation, which takes samples, too."""
+        count = 0
+
+        def sampling(tensor: torch.Tensor) -> Any:
+            nonlocal count
+            known = self._first.get(count)
+            if known is not None:
+                with torch._C.DisableTorchFunction():
+                    if tensor.stride() == known[0]:
+                        self._again[count] = _sample(tensor, self._turn)
+            count += 1
+            return pack(tensor)
+
+        return sampling
+
+    def finish(self, tensors: list[torch.Tensor]) -> Verdict | None:
+        """The recomputation has ended, with these tensors.
+
+        Returns:
+            What is not known yet: samples on CUDA are compared when they have arrived on the host.
+
+        Raises:
+            ExecutionError: where tensors on the CPU differ.
+        """
+        on_device: list[_Samples] = []
+        for index, again in self._again.items():
+            _, dtype, first = self._first[index]
+            if isinstance(first, bytes) and first == again:
+                continue
+            last = _sample(tensors[index], self._turn)
+            place = f"tensor {index} of {self.num_tensors}, {dtype}"
+            if isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor) and isinstance(last, torch.Tensor):
+                on_device.append(_Samples(place, first, again, last))
+            elif again == last:
+                raise _differs(self._name, place)
+        self._first.clear()
+        self._again.clear()
+        return Verdict(self._name, on_device) if on_device else None
+
+
+class SpotChecks:
+    """The spot checks of a plan: whose turn it is, and what is not known yet.
+
+    Args:
+        stages: those that are recomputed.
+    """
+
+    def __init__(self, stages: Collection[int]) -> None:
+        self._stages = tuple(stages)
+        self._turn = -1
+        self._num_tensors: dict[int, int] = {}
+        self._pending: list[Verdict] = []
+
+    @property
+    def stage(self) -> int | None:
+        """The stage whose turn it is; None: no stage is recomputed, or no step has begun."""
+        return self._stages[self._turn % len(self._stages)] if self._stages and self._turn >= 0 else None
+
+    def next_turn(self) -> None:
+        """A step begins."""
+        self._turn += 1
+
+    def begin(self, name: str, ignored: Collection[int]) -> SpotCheck:
+        """Look at the stage whose turn it is."""
+        assert self.stage is not None
+        return SpotCheck(self.stage, name, self._turn, self._num_tensors.get(self.stage, 0), ignored)
+
+    def finish(self, check: SpotCheck, tensors: list[torch.Tensor]) -> None:
+        """The recomputation has ended, with these tensors.
+
+        Raises:
+            ExecutionError: where they differ, as far as that is known by now.
+        """
+        self._num_tensors[check.stage] = check.num_tensors
+        verdict = check.finish(tensors)
+        if verdict is not None:
+            self._pending.append(verdict)
+
+    def judge(self) -> None:
+        """Compare the samples that have arrived; wait for none.
+
+        Raises:
+            ExecutionError: where they differ.
+        """
+        while self._pending and self._pending[0].is_known:
+            self._pending.pop(0).judge()
+
+
+class _Samples(NamedTuple):
+    """Of one tensor: from its first run, from the recomputation, and from its end."""
+
+    place: str
+    first: torch.Tensor
+    again: torch.Tensor
+    last: torch.Tensor
+
+
+class Verdict:
+    """Samples on their way from a CUDA device to the host, to be compared there once they have arrived."""
+
+    def __init__(self, name: str, samples: list[_Samples]) -> None:
+        self._name = name
+        self._places = [(each.place, each.first.dtype, each.first.nbytes) for each in samples]
+        parts = [part.view(torch.uint8) for each in samples for part in each[1:]]
+        self._host = torch.cat(parts).to("cpu", non_blocking=True)  # into pinned memory: nobody waits
+        self._arrived: Any = torch.cuda.Event()
+        self._arrived.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the samples have arrived."""
+        return bool(self._arrived.query())
+
+    def judge(self) -> None:
+        """Compare the samples.
+
+        Raises:
+            ExecutionError: where they differ.
+        """
+        begin = 0
+        for place, dtype, num_bytes in self._places:
+            first, again, last = self._host[begin : begin + 3 * num_bytes].clone().view(3, num_bytes)
+            begin += 3 * num_bytes
+            is_settled = (again == last).view(num_bytes // dtype.itemsize, -1).all(1)
+            if not _close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
+                raise _differs(self._name, place)
+
+
+def _close(first: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether two samples are equal, as far as a GPU's kernels repeat their own numbers.
+
+    With deterministic algorithms that is bit by bit. Without them some add up in another order each time; what
+    `torch.testing` takes for rounding of a dtype is rounding here, too.
+    """
+    if torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+        return True
+    if torch.are_deterministic_algorithms_enabled() or not (first.is_floating_point() or first.is_complex()):
+        return False
+    try:
+        torch.testing.assert_close(again, first, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _sample(tensor: torch.Tensor, turn: int) -> Sample:
+    """A few elements of a tensor, evenly spread; the turn shifts them."""
+    row = tensor.detach()
+    if not row.is_contiguous():
+        while row.dim() > 1:
+            row = row.select(0, turn % row.size(0))
+    count = row.numel()
+    step = -(-count // _NUM_ELEMENTS)
+    begin = turn % step
+    stride = row.stride(-1) if row.dim() == 1 and count > 1 else 1
+    length = -(-(count - begin) // step)
+    picked = row.as_strided((length,), (step * stride,), row.storage_offset() + begin * stride)
+    if not picked.is_cpu:
+        return picked.clone()
+    if picked.dtype not in _NUMPY_HAS:
+        picked = picked.contiguous().view(torch.uint8)
+    return picked.numpy().tobytes()

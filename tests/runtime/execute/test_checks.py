@@ -1,0 +1,150 @@
+"""Spot checks: what differs in a recomputation is found within one round of stages, and nothing else is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import Backward, Forward
+from lowtide.runtime.execute import checks
+
+NUM_BLOCKS = 4
+
+
+class Leaky(nn.Module):
+    """A block whose output depends on something that nobody can know of, from a step on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.disturbance: Callable[[], float] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return torch.tanh(y if self.disturbance is None else y + self.disturbance())
+
+
+def network(**changes: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = {f"block{k}": Leaky(8) for k in range(1, NUM_BLOCKS + 1)}
+    return nn.Sequential(OrderedDict({**blocks, **changes}))
+
+
+def each_recomputed() -> lowtide.Schedule:
+    """Every block but the last is recomputed by itself: they cannot be joined."""
+    last = NUM_BLOCKS
+    forwards = [Forward(k, "keep") for k in range(1, last)]
+    again = [op for k in range(last - 1, 0, -1) for op in (Forward(k, "all"), Backward(k))]
+    return lowtide.Schedule("each", [*forwards, Forward(last, "all"), Backward(last), *again])
+
+
+def steps(model: nn.Module, x: torch.Tensor, num_steps: int) -> None:
+    for _ in range(num_steps):
+        model(x).square().sum().backward()
+
+
+def differing() -> Callable[[], float]:
+    """Another number at each call, from nowhere that is watched."""
+    numbers = iter(range(1, 1000))
+    return lambda: float(next(numbers))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_a_difference_is_found_within_one_round_of_stages(block: int) -> None:
+    model, x = network(), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed())
+    steps(model, x, 2)
+    model[block - 1].disturbance = differing()
+    with pytest.raises(lowtide.ExecutionError, match=f"stage 'block{block}' saved different values.*tensor"):
+        steps(model, x, NUM_BLOCKS - 1)
+
+
+def test_spot_checks_can_be_switched_off() -> None:
+    model, x = network(), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed(), spot_checks=False)
+    model[1].disturbance = differing()
+    steps(model, x, 2 * NUM_BLOCKS)
+
+
+class LateNoise(nn.Module):
+    """`RReLU` saves its noise before it draws it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rrelu(x, training=True) * 2
+
+
+class Statistics(nn.Module):
+    """Statistics are saved by a training batch norm, and recomputations are given others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(x))
+
+
+class Odd(nn.Module):
+    """Saves tensors that are expanded, transposed, empty, complex, integer and of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x[:, :1].expand(-1, 8) * x
+        turned = (x.t() @ wide).t() * self.scale
+        imaginary = torch.complex(x, wide)
+        product = (imaginary * imaginary.conj()).real
+        picked = x.gather(1, torch.argsort(x, dim=1))
+        return product + picked + turned.sum() + x[:0].square().sum()
+
+
+@pytest.mark.parametrize("make", [LateNoise, Statistics, Odd, lambda: nn.Dropout(0.5)])
+def test_what_is_equal_is_not_refused(make: Callable[[], nn.Module]) -> None:
+    model, x = network(block2=make()), torch.randn(4, 8, requires_grad=True)
+    plan = lowtide.attach(model, each_recomputed())
+    steps(model, x, 2 * NUM_BLOCKS)
+    assert plan.stats().num_steps == 2 * NUM_BLOCKS
+
+
+def test_samples_of_long_tensors_move_on_until_every_element_was_seen() -> None:
+    tensor = torch.arange(1000, dtype=torch.int64)
+    seen: set[int] = set()
+    for turn in range(16):
+        found = checks._sample(tensor, turn)
+        assert isinstance(found, bytes)
+        values = torch.frombuffer(bytearray(found), dtype=torch.int64).tolist()
+        assert len(values) <= checks._NUM_ELEMENTS
+        seen.update(values)
+    assert seen == set(range(1000))
+
+
+def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_turns() -> None:
+    sampled: set[int] = set()
+    for turn in range(18):
+        check = checks.SpotCheck(1, "stage", turn, 70, ())
+        for index in range(70):
+            check.first(torch.full((2,), float(index)))
+        assert len(check._first) <= checks._MOST_TENSORS
+        sampled.update(check._first)
+    assert len(sampled) == 70
+
+
+def test_rounding_is_no_difference_on_a_gpu_unless_algorithms_are_deterministic() -> None:
+    first = torch.rand(64)
+    again = first * (1 + 1e-7)
+    assert checks._close(first, again)
+    assert not checks._close(first, first * 1.01)
+    assert not checks._close(torch.arange(3), torch.tensor([0, 1, 3]))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not checks._close(first, again)
+        assert checks._close(first, first.clone())
+    finally:
+        torch.use_deterministic_algorithms(False)
