@@ -45,7 +45,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.compile.compiled import Compilation
-from lowtide.runtime.fitting import planning
+from lowtide.runtime.fitting import trials
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -97,7 +97,7 @@ def fill(row: Row, timed: harness.Timed) -> None:
 @contextmanager
 def measured_once() -> Iterator[None]:
     """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
-    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), planning.measured_for
+    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), trials.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
         key = id(model), settings.compilation is not None
@@ -108,11 +108,11 @@ def measured_once() -> Iterator[None]:
         split, chain, compilation = measured[key]
         return split, (chain, None if compilation is None else compilation.of(model, split))
 
-    planning.measured_for = remembering
+    trials.measured_for = remembering
     try:
         yield
     finally:
-        planning.measured_for = plain
+        trials.measured_for = plain
 
 
 def measure_lowtide(

@@ -37,19 +37,23 @@ from lowtide.trace import Trace
 
 if TYPE_CHECKING:
     from lowtide.runtime.execute.executor import is_recomputing
-    from lowtide.runtime.fitting.fit import fit, load_plan
+    from lowtide.runtime.fitting.estimate import Estimate, estimate
+    from lowtide.runtime.fitting.fit import fit
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
+    from lowtide.runtime.plan.load import load_plan
     from lowtide.runtime.plan.plan import Plan
 
 # What imports torch is imported when it is first used.
 _LAZY = {
+    "Estimate": "lowtide.runtime.fitting.estimate",
     "Plan": "lowtide.runtime.plan.plan",
     "attach": "lowtide.runtime.plan.attach",
+    "estimate": "lowtide.runtime.fitting.estimate",
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
-    "load_plan": "lowtide.runtime.fitting.fit",
+    "load_plan": "lowtide.runtime.plan.load",
 }
 
 __version__ = "0.1.0"
@@ -62,6 +66,7 @@ __all__ = [
     "Chain",
     "ChainError",
     "Comparison",
+    "Estimate",
     "ExecutionError",
     "Forward",
     "Frontier",
@@ -90,6 +95,7 @@ __all__ = [
     "attach",
     "bound",
     "compare",
+    "estimate",
     "fit",
     "frontier",
     "is_recomputing",

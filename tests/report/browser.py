@@ -229,13 +229,13 @@ def words(chain: Chain, span: Span) -> str:
     verb, *rest = span.step.operation.to_list()
     name = chain.stage(span.step.operation.stage).name
     if verb == "forward":
-        return f"Forward{' again' if span.step.repeated else ''} of {name}"
+        return f"{'Recompute' if span.step.repeated else 'Forward of'} {name}"
     if verb == "backward":
         return f"Backward of {name}"
     value = {"a": f"the output of {name}", "abar": f"what {name} saved"}[rest[0]]
     return {
         "offload": f"Start copying {value} to the host",
-        "release": f"Let {value} go from the device",
+        "release": f"Free {value} on the device",
         "prefetch": f"Start copying {value} back",
         "await": f"Wait until {value} has arrived",
     }[verb]

@@ -14,12 +14,16 @@ from lowtide import Backward, Chain, Forward, Schedule, Stage
 from lowtide.chain import Variant
 from lowtide.report.page import render, write_report
 from lowtide.report.timeline import spans
-from lowtide.units import format_bandwidth, format_bytes, format_seconds
+from lowtide.units import format_bandwidth, format_bytes, format_seconds, parse_bytes
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (apt-get install chromium)"),
 ]
+
+
+def budget_of(tab):
+    return tab.evaluate("document.getElementById('budget-value').value")
 
 
 def plot(tab, selector):
@@ -29,17 +33,17 @@ def plot(tab, selector):
 
 
 @pytest.mark.parametrize("page", ["moving", "deep"])
-@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+@pytest.mark.parametrize("look", ["light", "dark", "phone", "dark phone"])
 def test_it_draws_without_complaint(look, page, browser, moving_file, deep_file):
     path = {"moving": moving_file, "deep": deep_file}[page][0]
-    width = 390 if look == "phone" else 1280
-    tab = browser.open(path, width=width, scheme="dark" if look == "dark" else "light")
+    width = 390 if "phone" in look else 1280
+    tab = browser.open(path, width=width, scheme="dark" if "dark" in look else "light")
     assert tab.complaints() == []
     # Nothing makes the page itself scroll sideways; wide tables scroll in their own frames.
     assert tab.evaluate("document.documentElement.scrollWidth") == width
     height = tab.evaluate("document.documentElement.scrollHeight")
     tab.resize(width, height)
-    tab.screenshot(ARTEFACTS / f"report-{page}-{look}.png")
+    tab.screenshot(ARTEFACTS / f"report-{page}-{look.replace(' ', '-')}.png")
     # The canvases are not empty: more than one colour is on each.
     for chart in ("#memory-chart", "#lanes-chart"):
         colours = f"""(() => {{
@@ -154,14 +158,20 @@ def test_moving_the_budget_changes_the_peak(browser, moving_file):
     shown = []
     for key in ("Home", "ArrowRight", "ArrowRight"):
         tab.press(key, number={"Home": 36, "ArrowRight": 39}[key])
-        shown.append((tab.text("#budget-value"), tab.text("#figures div:first-child b"), tab.text("#peak-text")))
+        shown.append(
+            (
+                budget_of(tab),
+                tab.text("#figures div:first-child b"),
+                tab.text("#peak-text"),
+            )
+        )
     for plan, (budget, peak, sentence) in zip(plans.values(), shown, strict=True):
         assert budget == format_bytes(plan.memory_budget)
         assert peak == format_bytes(plan.trace.peak_bytes)
         assert f"operation {plan.trace.peak_index + 1} of {len(plan.trace.steps)}" in sentence
     assert not tab.evaluate("document.getElementById('budget-own').hidden")
     tab.click("#budget-own")
-    assert tab.text("#budget-value") == "100.00 MiB"
+    assert budget_of(tab) == "100.00 MiB"
     assert tab.complaints() == []
 
 
@@ -224,6 +234,15 @@ def test_the_table_of_stages_names_variants(browser, tmp_path):
     rows = "[...document.querySelectorAll('#stages tbody tr')]"
     assert tab.evaluate(f"{rows}.map((row) => row.cells[{place}].textContent)") == ["lean", "as it is"]
     assert tab.complaints() == []
+
+
+def test_bytes_are_read_as_in_python(browser, moving_file):
+    script = (files("lowtide.report") / "page" / "format.js").read_text()
+    tab = browser.open(moving_file[0])
+    written = ["1234", "8GiB", "8 gib", "8G", "8Gi", "8GB", "8 gb", "1.5 MiB", "512m", "3kB", "7B", " 2 KiB "]
+    wrong = ["", "8 gi b", "1.5", "8i", "GiB", "-1", "8GiB/s", "lots"]
+    found = tab.evaluate(f"(() => {{ {script} return {written + wrong}.map(parseBytes); }})()")
+    assert found == [parse_bytes(text) for text in written] + [None] * len(wrong)
 
 
 def test_numbers_read_as_in_the_terminal(browser, moving_file):

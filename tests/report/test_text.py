@@ -39,7 +39,18 @@ def test_the_heading_says_whether_it_fits_and_what_it_costs():
     assert text[0] == "small, 4 stages, by hand"
     assert text[1] == "fits: peak 91.00 MiB of 100.00 MiB (91 %)"
     assert text[2] == "step 25.5 ms, 49.9 % above plain training (17.0 ms)"
-    assert text[3] == "0 of 4 forwards repeat, 40.00 MiB moved at 4 GB/s, 8.5 ms waiting for copies"
+    assert text[3] == "0 of 4 forwards recomputed, 40.00 MiB moved at 4 GB/s, 8.5 ms waiting for it"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_are_short_enough_to_be_read(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Stream(terminal=terminal))
+    monkeypatch.setenv("COLUMNS", "200")
+    chain = Chain("a network with a long name and many words in it, " * 4, small_chain().stages)
+    trace = simulate(chain, moving_schedule(), bandwidth="4GB/s")
+    lines = plan_text(chain, trace, strategy="by hand", memory_budget=100 * MIB, colour=False).splitlines()
+    assert max(map(len, lines)) <= (100 if terminal else 80)
+    assert " ".join(" ".join(lines[:4]).split()).startswith(" ".join(chain.name.split()))
 
 
 def test_a_peak_above_the_budget_does_not_fit():

@@ -123,5 +123,5 @@ def test_an_exception_closes_the_meter() -> None:
 
 
 def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="meta"):
-        Meter("meta")
+    with pytest.raises(ValueError, match="mps"):
+        Meter("mps")

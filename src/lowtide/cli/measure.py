@@ -132,7 +132,7 @@ def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | N
     if ":" in target:
         for option in (*sizes, *(["dtype"] if dtype is not None else [])):
             raise CaptureError(f"--{option} is for networks of the zoo; leave it out, {target} chooses by itself")
-        model, sample = _from_function(target)
+        model, sample = from_function(target)
         _check_device(target, model, device)
         return model, sample, target
     dtype = dtype or "float32"
@@ -150,7 +150,7 @@ def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | N
     return model, sample, described
 
 
-def _from_function(target: str) -> tuple[nn.Module, Any]:
+def from_function(target: str) -> tuple[nn.Module, Any]:
     """Call the user's function."""
     module_name, _, function_name = target.partition(":")
     if module_name.endswith(".py"):

@@ -21,12 +21,16 @@ from lowtide.report.stages import FATES, stage_uses
 from lowtide.report.survey import Plan, Survey
 from lowtide.report.timeline import Span, spans
 from lowtide.schedule import KINDS, SAVES, Backward, Forward, Operation, Update
+from lowtide.strategies.base import REGISTRY
 
 # What an operation is, by the number that stands for it: forwards by what they save, backward, update, then transfers.
 VERBS = ("offload", "release", "prefetch", "await")
 _TRANSFERS = tuple(f"{verb} {kind}" for verb in VERBS for kind in KINDS)
 CODES = (*(f"forward {save}" for save in SAVES), "backward", "update", *_TRANSFERS)
 _CODE_OF = {name: code for code, name in enumerate(CODES)}
+
+# A line or two of a page: what is longer, such as a list with an entry a stage, is for programs.
+_LONGEST_FACT = 160
 
 # Times are kept to this share of a step: finer than any screen.
 _TIME_DIGITS = 8
@@ -53,7 +57,13 @@ class Effect:
 
 
 def encode(
-    survey: Survey, plans: Sequence[Plan], *, own: int | None, measured: dict[str, Any] | None
+    survey: Survey,
+    plans: Sequence[Plan],
+    *,
+    own: int | None,
+    measured: dict[str, Any] | None,
+    notes: Sequence[str] = (),
+    is_attached: bool = False,
 ) -> dict[str, Any]:
     """Everything that the page shows, as plain data.
 
@@ -62,6 +72,8 @@ def encode(
         plans: the schedules, by budget.
         own: which of them is the user's own.
         measured: what a run saw.
+        notes: what its maker says of the user's own plan.
+        is_attached: whether that plan is the one that a model trains under.
     """
     effects = sorted({_effect(span) for plan in plans for span in spans(plan.trace)})
     numbers = {effect: number for number, effect in enumerate(effects)}
@@ -79,6 +91,7 @@ def encode(
                 "strategy": curve.strategy,
                 "minimum": curve.minimum_bytes,
                 "skipped": curve.num_skipped,
+                "executable": curve.strategy not in REGISTRY or REGISTRY[curve.strategy].executable,
                 "tried": curve.tried_bytes if curve.num_skipped else (),
                 "points": [[point.peak_bytes, point.seconds] for point in curve.points],
             }
@@ -88,6 +101,8 @@ def encode(
         "plans": [_plan(survey.chain, plan, numbers) for plan in plans],
         "own": own,
         "measured": measured,
+        "notes": list(notes),
+        "attached": is_attached,
     }
 
 
@@ -108,12 +123,25 @@ def _chain(chain: Chain) -> dict[str, Any]:
     return {
         "name": chain.name,
         "plainSeconds": chain.compute_seconds,
-        "provenance": {key: str(value) for key, value in chain.provenance.items()},
+        "provenance": _provenance(chain),
         "names": [stage.name for stage in chain.stages],
         "sides": [side.name for side in chain.side_values],
         "variants": [[variant.name for variant in stage.variants] for stage in chain.stages],
         **{name: [getattr(stage, field) for stage in chain.stages] for name, field in columns.items()},
     }
+
+
+def _provenance(chain: Chain) -> dict[str, str | None]:
+    """Where the figures come from, as text; None for what is too long to be read on a page."""
+    texts = {key: _said(value) for key, value in chain.provenance.items()}
+    return {key: text if len(text) <= _LONGEST_FACT else None for key, text in texts.items() if text}
+
+
+def _said(value: object) -> str:
+    """A value in words rather than as Python writes it."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
 
 
 def _plan(chain: Chain, plan: Plan, numbers: dict[Effect, int]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Measured:
         seconds: the time of one step.
         peak_bytes: the most bytes on the device.
         device: where it ran.
-        num_steps: over how many steps.
+        num_steps: over how many steps; None: in trial steps, before training.
     """
 
     seconds: float | None = None
@@ -80,6 +80,8 @@ def write_report(
     bandwidth: int | str | None = None,
     duplex: bool = True,
     measured: Measured | None = None,
+    notes: Sequence[str] = (),
+    is_attached: bool = False,
     strategies: Sequence[str] = (),
     slots: int | None = None,
     num_budgets: int = DEFAULT_NUM_BUDGETS,
@@ -96,6 +98,9 @@ def write_report(
         bandwidth: bytes per second each way between device and host; None: the solution's, or nothing can be moved.
         duplex: both directions at once.
         measured: what a run saw, to be shown beside what was predicted.
+        notes: what its maker says of the solution, a sentence each.
+        is_attached: whether a model trains under the solution. Trial steps have decided for it then, and the page does
+            not recommend what is faster by simulation alone.
         strategies: whose curves to draw; none: those of all that apply and can be executed.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         num_budgets: for how many budgets schedules are computed ahead.
@@ -129,7 +134,8 @@ def write_report(
         progress=progress,
     )
     plans, selected = _plans(found, own, budget)
-    write_text(path, render(found, own=own, memory_budget=budget, measured=measured))
+    text = render(found, own=own, memory_budget=budget, measured=measured, notes=notes, is_attached=is_attached)
+    write_text(path, text)
     return Report(found, plans[selected])
 
 
@@ -139,11 +145,20 @@ def render(
     own: Plan | None = None,
     memory_budget: int | None = None,
     measured: Measured | None = None,
+    notes: Sequence[str] = (),
+    is_attached: bool = False,
 ) -> str:
     """The page of a survey as HTML; `own` is the user's plan, in place of the one that was found for its budget."""
     plans, selected = _plans(found, own, memory_budget)
     marked = selected if own is not None or memory_budget is not None else None
-    data = encode(found, plans, own=marked, measured=None if measured is None else asdict(measured))
+    data = encode(
+        found,
+        plans,
+        own=marked,
+        measured=None if measured is None else asdict(measured),
+        notes=notes,
+        is_attached=is_attached,
+    )
     data["selected"] = selected
     data["version"] = importlib.import_module("lowtide").__version__
     return _filled(found, plans[selected], data)

@@ -10,7 +10,7 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NUM_ROWS = 8
 _LABEL_WIDTH = 11
 _PIPED_WIDTH = 80
-_LARGEST_WIDTH = 120
+_LARGEST_WIDTH = 100
 # A budget further above the peak than this would only squeeze the curve: it is named and not drawn.
 _LARGEST_HEADROOM = 1.6
 
@@ -84,8 +84,9 @@ def plan_text(
         >>> print(plan_text(chain, trace, memory_budget=10).splitlines()[1])
         fits: peak 10 B of 10 B (100 %)
     """
-    lines = [*_heading(chain, trace, strategy, memory_budget, bandwidth), _line()]
-    lines += _chart(trace, memory_budget, _glyphs(), _num_columns(width))
+    heading = _heading(chain, trace, strategy, memory_budget, bandwidth)
+    lines = [part for line in heading for part in _wrapped(line, width or _line_width())]
+    lines += [_line(), *_chart(trace, memory_budget, _glyphs(), _num_columns(width))]
     return _joined(lines, colour)
 
 
@@ -109,12 +110,26 @@ def chart_text(
     return _joined(_chart(trace, memory_budget, _glyphs(), _num_columns(width)), colour)
 
 
+def _line_width() -> int:
+    """The columns of a line: the terminal's, as far as a line is still read easily."""
+    return min(shutil.get_terminal_size().columns, _LARGEST_WIDTH) if sys.stdout.isatty() else _PIPED_WIDTH
+
+
 def _num_columns(width: int | None) -> int:
     """The columns of the drawing in lines of `width`."""
-    if width is None:
-        on_terminal = sys.stdout.isatty()
-        width = min(shutil.get_terminal_size().columns, _LARGEST_WIDTH) if on_terminal else _PIPED_WIDTH
-    return max(16, width - _LABEL_WIDTH - 1)
+    return max(16, (width or _line_width()) - _LABEL_WIDTH - 1)
+
+
+def _wrapped(line: Text, width: int) -> Iterator[Text]:
+    """A line of prose in as many lines as it takes, indented from the second on."""
+    from rich.console import Console
+    from rich.text import Text
+
+    indent = "  "
+    first, *others = line.wrap(Console(width=width), width - len(indent))
+    yield first
+    for other in others:
+        yield Text.assemble(indent, other)
 
 
 def _joined(lines: Sequence[Text], colour: bool | None) -> str:
@@ -138,11 +153,11 @@ def _heading(chain: Chain, trace: Trace, strategy: str, memory_budget: int | Non
     cost = f"step {format_seconds(trace.seconds)}"
     if plain:
         cost += f", {100 * (trace.seconds / plain - 1):.1f} % above plain training ({format_seconds(plain)})"
-    spent = [f"{trace.num_recomputed} of {_num_forwards(trace)} forwards repeat"]
+    spent = [f"{trace.num_recomputed} of {_num_forwards(trace)} forwards recomputed"]
     if trace.copies:
         rate = f" at {format_bandwidth(bandwidth)}" if bandwidth else ""
         spent.append(f"{format_bytes(trace.moved_bytes)} moved{rate}")
-        spent.append(f"{format_seconds(trace.idle_seconds)} waiting for copies")
+        spent.append(f"{format_seconds(trace.idle_seconds)} waiting for it")
     name = "".join(letter if letter.isprintable() else "?" for letter in chain.name)  # a file may hold escape codes
     title = _line((name, "bold"), (f", {chain.num_stages} stages" + (f", {strategy}" if strategy else ""), ""))
     return [title, verdict, _line((cost, "")), _line((", ".join(spent), ""))]

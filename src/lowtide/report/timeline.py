@@ -18,8 +18,8 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One operation on the compute clock, in seconds: waiting from `begin`, running from `start`, waiting to let a
-    value go from `end`, done at `finish`. A transfer does not run: it only waits.
+    """One operation on the compute clock, in seconds: waiting from `begin`, running from `start`, waiting
+    until it can free a value from `end`, done at `finish`. A transfer does not run: it only waits.
     """
 
     step: Step

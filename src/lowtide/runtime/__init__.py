@@ -1,1 +1,1 @@
-"""Everything that touches torch: capture, measuring, and running a schedule inside autograd."""
+"""Everything that uses torch: capture, measuring, and running a schedule inside autograd."""

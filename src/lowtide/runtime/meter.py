@@ -59,7 +59,7 @@ class Meter:
     """Live and peak bytes of all tensors on a device, those from before included; meters may be nested.
 
     Args:
-        device: `"cpu"`, `"cuda"`, `"cuda:1"` or a `torch.device`.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`, `"meta"` (tensors that have sizes and no memory) or a `torch.device`.
         search: on the CPU, begin with all tensors that Python holds, which takes a while in a large program; without it
             a tensor counts from its first use on.
 
@@ -74,9 +74,10 @@ class Meter:
 
     def __init__(self, device: torch.device | str, *, search: bool = True) -> None:
         self.device = torch.device(device)
-        if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu and cuda")
-        self._account: _Account = _CudaAccount(self.device) if self.device.type == "cuda" else _CpuAccount(search)
+        kind = self.device.type
+        if kind not in ("cpu", "cuda", "meta"):
+            raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu, cuda and meta")
+        self._account: _Account = _CudaAccount(self.device) if kind == "cuda" else _WatchedAccount(kind, search)
         self._final: tuple[int, int] | None = None
         self.start_bytes = 0
         """Live bytes at the beginning of the `with` block."""
@@ -147,8 +148,8 @@ class _CudaAccount:
         """The allocator knows it."""
 
 
-class _CpuAccount(TorchDispatchMode):
-    """Counts every storage that an operation of this thread shows, until the storage dies."""
+class _WatchedAccount(TorchDispatchMode):
+    """Where no allocator counts: every storage that an operation of this thread shows counts, until it dies."""
 
     supports_higher_order_operators = True
 
@@ -157,8 +158,9 @@ class _CpuAccount(TorchDispatchMode):
         """Compiled code goes on running compiled; else a code that has once run under a meter would never again."""
         return True
 
-    def __init__(self, search: bool) -> None:
+    def __init__(self, device_type: str, search: bool) -> None:
         super().__init__()
+        self._device_type = device_type
         self._search = search
         self._lock = threading.RLock()  # storages may die in any thread
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -196,7 +198,7 @@ class _CpuAccount(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or _has_no_memory(tensor):
+        if tensor.device.type != self._device_type or tensor.layout is not torch.strided or _has_no_memory(tensor):
             return
         self._count(tensor.untyped_storage())
 
@@ -222,7 +224,7 @@ class _CpuAccount(TorchDispatchMode):
                 self._live_bytes -= entry[1]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "cpu" and storage._cdata in self._known:
+        if storage.device.type == self._device_type and storage._cdata in self._known:
             self._count(storage)
 
 
@@ -238,7 +240,7 @@ def _existing_tensors() -> Iterable[torch.Tensor]:
     """All tensors that Python holds, with their gradients."""
     for value in gc.get_objects():
         # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
-        if issubclass(type(value), torch.Tensor):
+        if issubclass(type(value), torch.Tensor) and not torch.nn.parameter.is_lazy(value):
             yield value
             if not _has_no_memory(value) and value.is_leaf and value.grad is not None:
                 yield value.grad

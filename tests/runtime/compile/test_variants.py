@@ -22,13 +22,15 @@ from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile.compiled import Compilation, CompiledStages, _compiled_function
-from lowtide.runtime.fitting import planning
-from lowtide.runtime.fitting.fit import _compilation, _Fitting, plan_from_dict
+from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting.fit import _compilation
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.measure import _not_dominated, measure_split
 from lowtide.runtime.measure.timing import Timing
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.attach import attach
+from lowtide.runtime.plan.load import plan_from_dict
+from lowtide.runtime.plan.steps import RealSteps
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without 16-bit products
 
@@ -257,17 +259,13 @@ def test_a_plan_with_variants_is_corrected_where_a_real_step_takes_more(monkeypa
     model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
     budget = share_of_plain_peak(0.9)
     options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": BACKEND}}
-    fittings: list[_Fitting] = []
-    make = _Fitting.plan
-    monkeypatch.setattr(
-        _Fitting, "plan", lambda self, *args, **more: fittings.append(self) or make(self, *args, **more)
-    )
     with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, **options) as plan:
         first = plan.schedule
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: budget + 100)  # as CUDA might say
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+        model(x).square().mean().backward()
+        model.zero_grad()
+        monkeypatch.setattr(RealSteps, "peak_bytes", property(lambda _: budget + 100))  # as CUDA might say
         with pytest.warns(lowtide.LowtideWarning, match="planning again"):
-            fittings[0]._watch(plan, 1)
+            model(x)
         assert plan.schedule != first
         assert any(op.variant for op in plan.schedule.operations if isinstance(op, Forward))
         assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
@@ -619,7 +617,7 @@ def test_fit_says_how_to_lay_out_pictures(monkeypatch) -> None:
     def stop(*_, **__):
         raise KeyboardInterrupt  # before anything is compiled
 
-    monkeypatch.setattr(planning, "measure_split", stop)
+    monkeypatch.setattr(trials, "measure_split", stop)
     model = nn.Sequential(Convolution(3), Convolution(3))
     advice = pytest.warns(lowtide.LowtideWarning, match=r"model\.to\(memory_format=torch\.channels_last\)")
     with advice, pytest.raises(KeyboardInterrupt):

@@ -72,7 +72,7 @@ def test_variants_stay_by_themselves():
 
 
 def test_a_schedule_for_more_stages_is_refused():
-    with pytest.raises(PlanError, match="stage 3; the model has 2"):
+    with pytest.raises(PlanError, match="stage 3, but the model has 2"):
         coarsened(split_of(2), Schedule("any", (Forward(3, "all"),)))
 
 

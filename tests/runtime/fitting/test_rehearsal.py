@@ -14,7 +14,7 @@ from tests.runtime.training import batches
 from torch import nn
 
 import lowtide
-from lowtide.runtime.fitting import planning
+from lowtide.runtime.fitting import trials
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.timing import Timing
 from lowtide.runtime.meter import Meter
@@ -174,9 +174,9 @@ def test_the_least_does_not_hang_on_measured_times(monkeypatch):
 def test_a_prediction_is_corrected_by_more_than_the_base():
     stages = [lowtide.Stage(str(k), 1.0, 1.0, 4, 4, weight_bytes=20, optimizer_bytes=40) for k in range(3)]
     chain = lowtide.Chain("weights", stages, base_bytes=10)
-    assert planning.corrected(chain, 30).base_bytes == 40
+    assert trials.corrected(chain, 30).base_bytes == 40
     for less in (5, 10, 60, 130):
-        corrected = planning.corrected(chain, -less)
+        corrected = trials.corrected(chain, -less)
         assert corrected.fixed_bytes == chain.fixed_bytes - less
         assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
 

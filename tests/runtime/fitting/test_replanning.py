@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.measure.weights import optimizer_in_use
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.model.interception import is_compiled
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.attach import tier_for
 from lowtide.runtime.plan.plan import Part
+from lowtide.runtime.plan.steps import RealSteps
 
 SHAPE = (128, 16)
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "optimizer": "adam"}
@@ -134,8 +133,8 @@ def test_models_that_share_modules_go_over_to_earlier_parts_that_watch_others_of
     plans = [lowtide.attach(model, again) for model in (one, other)]
     first = [plan._part for plan in plans]
     for plan, schedule in zip(plans, (again, once), strict=True):
-        execution = partial(Execution, plan.model, plan.split, schedule, None, tier_for(plan.model, None, 0))
-        plan.use_another(lambda handler, execution=execution: Part(execution(handler)))
+        plan._part.execution.remove()  # it is looked for compiled stages
+        plan.use(Part(Execution(plan.model, plan.split, schedule, None, tier_for(plan.model, None, 0))))
     for plan, part in zip(plans, first, strict=True):
         plan.use(part)
     for model in (one, other):
@@ -176,14 +175,7 @@ def test_the_state_of_an_earlier_optimizer_is_not_taken_for_that_of_the_next(mad
         assert meter.peak_bytes <= plan.memory_budget
 
 
-class Unknown(torch.optim.SGD):
-    """Cannot be tried out."""
-
-    def step(self, closure=None):
-        raise RuntimeError("not yet")
-
-
-class Around(torch.optim.Optimizer):
+class Around:
     """Stands around another optimizer and shows what that has."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -192,22 +184,32 @@ class Around(torch.optim.Optimizer):
     param_groups = property(lambda self: self.inner.param_groups)
     state = property(lambda self: self.inner.state)
 
+    def step(self) -> None:
+        self.inner.step()
 
-def test_which_optimizer_is_in_use():
+
+def test_the_optimizer_in_use_is_the_one_that_steps():
     model, other = deep(2), deep(2)
-    assert optimizer_in_use(model, "adam") == "adam"
-    optimizers = [torch.optim.SGD(other[2].parameters()), torch.optim.AdamW(model.parameters())]
-    assert optimizer_in_use(model, "adam") is optimizers[1]
-    assert optimizer_in_use(model, optimizers[0]) is optimizers[0]  # what is given is not doubted
-    unknown = Unknown(other[1].parameters())
-    assert optimizer_in_use(other[1], "adam") == "adam"
-    del unknown
-    around = Around(optimizers[1])
-    assert optimizer_in_use(model, "adam") is optimizers[1]
-    optimizers.append(torch.optim.SGD(model[1].parameters()))  # beside the other, or in its place?
-    assert optimizer_in_use(model, "adam") == "adam"
-    assert optimizer_in_use(model[1], "adam") == "adam"
-    del optimizers[1], around
+    steps = RealSteps(model, torch.device("cpu"))
+    idle = torch.optim.SGD(model.parameters())
+    assert steps.optimizer is None  # none has made a step
+    torch.optim.SGD(other.parameters()).step()
+    assert steps.optimizer is None  # one of another model
+    optimizer = torch.optim.AdamW(model.parameters())
+    Around(optimizer).step()
+    assert steps.optimizer is optimizer
+    for parameter in model[2].parameters():
+        parameter.requires_grad_(False)
+    optimizer.step()
+    assert steps.optimizer is optimizer
+    idle.step()
+    assert steps.optimizer is None  # beside the other, or in its place?
+    del optimizer
     gc.collect()
-    assert optimizer_in_use(model, "adam") == "adam"  # one for a part of the model
-    assert optimizer_in_use(model[1], "adam") is optimizers[1]
+    assert steps.optimizer is idle
+    part = RealSteps(model, torch.device("cpu"))
+    torch.optim.SGD(model[2].parameters()).step()
+    assert part.optimizer is None  # one for a part of the model
+    part.close()
+    idle.step()
+    assert part.optimizer is None

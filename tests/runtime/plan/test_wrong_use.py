@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.capture import watch as capture_watch
-from lowtide.runtime.fitting import planning
+from lowtide.runtime.fitting import trials
 
 WIDTH = 8
 
@@ -52,7 +52,7 @@ def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
     ("sample", "name"), [((iter([torch.zeros(2, WIDTH)]),), "0"), ({"parts": zip([1], [2], strict=True)}, "'parts'")]
 )
 def test_an_argument_that_can_be_read_once(call, sample, name):
-    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*give a list"):
+    with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*pass a list"):
         call(chain_of_blocks(), sample)
 
 
@@ -75,7 +75,7 @@ def test_a_loss_of_two_arguments(call):
 )
 def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call, options, reason, monkeypatch):
     monkeypatch.setattr(capture_watch, "_Watcher", None)
-    monkeypatch.setattr(planning, "measured_for", None if call is fit else planning.measured_for)
+    monkeypatch.setattr(trials, "measured_for", None if call is fit else trials.measured_for)
     with pytest.raises(lowtide.CaptureError, match=reason):
         call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
 
@@ -288,7 +288,7 @@ def test_a_model_with_other_submodules_than_planned_for_is_refused(change, path)
     chain = lowtide.measure(model, x)
     plan = lowtide.attach(model, lowtide.solve(chain, memory_budget="1GiB"))
     change(model)
-    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' is not what it was .*fit again"):
+    with pytest.raises(lowtide.PlanError, match=rf"submodule '{path}.*' has changed since the plan.*call fit again"):
         model(x)
     plan.detach()
     model(x).sum().backward()
@@ -319,7 +319,7 @@ def test_another_name_for_a_submodule_is_no_other_submodule():
         model(x).sum().backward()
         assert plan.stats().num_steps == 3
         model.blocks[1] = nn.Linear(WIDTH, WIDTH)  # which the other name still knows
-        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' is not what it was"):
+        with pytest.raises(lowtide.PlanError, match=r"submodule 'blocks.1' has changed since the plan was made"):
             model(x)
 
 

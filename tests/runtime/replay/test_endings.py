@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
+import lowtide
 from lowtide import Backward, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.split import Split, StageSplit, Unit
@@ -50,13 +54,27 @@ MOVED = Schedule(
 )
 
 
+class Flops(TorchDispatchMode):
+    """Counts as `FlopCounterMode` does, without its hooks on every module: what has hooks runs to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
 def flops_of_steps(model: nn.Module, schedule: Schedule, *, strict: bool = False) -> list[int]:
     found = []
     with attach(model, schedule, split=SPLIT, strict=strict):
         for x in batches(SHAPE, 3):
-            with FlopCounterMode(display=False) as counter:
+            with Flops() as counter:
                 model(x).square().mean().backward()
-            found.append(counter.get_total_flops())
+            found.append(counter.total)
     return found
 
 
@@ -77,6 +95,92 @@ def test_other_ends(end):
     model = feeds(end=end)
     with attach(model, EACH_AGAIN, split=SPLIT):
         assert_equal(train(model, batches(SHAPE, 4)), train(feeds(end=end), batches(SHAPE, 4)))
+
+
+LOCK = threading.Lock()
+RANGES: list[str] = []
+
+
+class Locking(Feed):
+    """Holds a lock while it runs, without a `with`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert LOCK.acquire(timeout=5), "the lock was never released"
+        y = super().forward(x)
+        LOCK.release()
+        return y
+
+
+class Setting(Feed):
+    """Changes a setting of the process while it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        y = super().forward(x)
+        torch.set_default_dtype(torch.float32)
+        return y
+
+
+class Hooked(Feed):
+    """Whose last layer opens and closes a range, as profilers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_forward_pre_hook(lambda *_: RANGES.append("open"))
+        self.down.register_forward_hook(lambda *_: RANGES.remove("open"))
+
+
+class Catching(Feed):
+    """Takes whatever comes for a failure of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except BaseException:
+            RANGES.append("failed")
+            raise
+
+
+class Telling(nn.Module):
+    """Computes nothing, but somebody counts its calls."""
+
+    def __init__(self, inside: Feed) -> None:
+        super().__init__()
+        self.inside, self.end = inside, nn.Sequential(inside, Counting())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RANGES.append("open")
+        return self.end(x)
+
+
+class Counting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        RANGES.remove("open")
+        return x
+
+
+@pytest.mark.parametrize("kind", [Locking, Setting, Hooked, Catching, lambda: Telling(Feed())])
+def test_a_run_does_not_end_where_code_of_the_users_has_more_to_do(kind):
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*(kind() for _ in range(3)), nn.Tanh())
+
+    assert len(set(flops_of_steps(build(), EACH_AGAIN))) == 1  # the product is computed
+    model = build()
+    with attach(model, EACH_AGAIN, split=SPLIT):
+        assert_equal(train(model, batches(SHAPE, 3)), train(build(), batches(SHAPE, 3)))
+    assert torch.get_default_dtype() == torch.float32
+    assert not LOCK.locked()
+    assert not RANGES
+
+
+@pytest.mark.parametrize("kind", [Locking, Setting, Hooked])
+def test_measuring_does_not_end_a_run_there_either(kind):
+    model = nn.Sequential(*(kind() for _ in range(2)), nn.Tanh())
+    lowtide.measure(model, batches(SHAPE, 1)[0], stages=["[0-9]"])
+    assert torch.get_default_dtype() == torch.float32
+    assert not LOCK.locked()
+    assert not RANGES
 
 
 def test_in_strict_mode_every_run_goes_to_the_end():

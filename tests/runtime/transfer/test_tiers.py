@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import random
+import signal
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -179,3 +184,48 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 def test_the_bandwidth_is_measured_once():
     assert measured_bandwidth(torch.device("cpu")) == measured_bandwidth(torch.device("cpu")) > 0
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Run something in a forked child; an error there, and one that never ends, fails here."""
+    process = os.fork()
+    if not process:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    for _ in range(600):
+        done, status = os.waitpid(process, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    pytest.fail("the child has not ended")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads is what this is about
+def test_a_forked_child_moves_activations_in_files_of_its_own():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))), torch.randn(32, 64)
+    expected = train(copy.deepcopy(model), [x, x])
+    with lowtide.attach(model, offloading(4)):
+        pending = model(x).sum()
+
+        def child() -> None:
+            with pytest.raises(ExecutionError, match="before this process was forked"):
+                pending.backward()
+            model.zero_grad()
+            assert_equal(train(model, [x, x]), expected)
+
+        in_child(child)
+        pending.backward()  # what the parent has offloaded is as it was
+        assert torch.equal(model[0][0].weight.grad, _gradient(copy.deepcopy(model), x))
+
+
+def _gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    model(x).sum().backward()
+    return model[0][0].weight.grad

@@ -7,7 +7,7 @@ async function unpack(text) {
 }
 
 // Every operation of a plan on the compute clock, with the bytes of each layer. An operation waits from `begin`, runs
-// from `start` to `end`, waits again to let a value go, and is done at `finish`.
+// from `start` to `end`, waits again until it can free a value, and is done at `finish`.
 function spellOut(data, packed) {
   const count = packed.steps.length;
   const numLayers = data.layers.length;
@@ -133,18 +133,18 @@ function operationWords(data, effect) {
   const [verb, what] = effect.name.split(" ");
   if (verb === "forward") {
     const variant = effect.variant ? ` (${data.chain.variants[effect.stage - 1][effect.variant - 1]})` : "";
-    return `Forward${effect.repeated ? " again" : ""} of ${name}${variant}`;
+    return `${effect.repeated ? "Recompute" : "Forward of"} ${name}${variant}`;
   }
   if (verb === "backward") return `Backward of ${name}`;
   if (verb === "update") return `Optimizer step of ${name}`;
   const value = valueWords(data, what, effect.stage);
-  return { offload: `Start copying ${value} to the host`, release: `Let ${value} go from the device`,
+  return { offload: `Start copying ${value} to the host`, release: `Free ${value} on the device`,
     prefetch: `Start copying ${value} back`, await: `Wait until ${value} has arrived` }[verb];
 }
 
 function savesWords(effect) {
   return { "forward all": "keeps all that its backward needs", "forward keep": "keeps its input and its output",
-    "forward drop": "lets its input go", backward: "frees what its forward saved" }[effect.name] ?? "";
+    "forward drop": "frees its input", backward: "frees what its forward saved" }[effect.name] ?? "";
 }
 
 function waitWords(data, plan, index) {

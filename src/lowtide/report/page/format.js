@@ -11,6 +11,17 @@ function formatBytes(bytes) {
   return `${(bytes / 1024).toFixed(2)} KiB`;
 }
 
+// The bytes that somebody has typed, as lowtide.units reads them in Python; null for anything else.
+function parseBytes(text) {
+  const match = /^\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b?)\s*$/i.exec(text);
+  if (!match) return null;
+  const [, number, prefix, rest] = match;
+  if (!prefix && (rest.toLowerCase() === "i" || (!rest && number.includes(".")))) return null;
+  // A prefix alone is binary: 8G is 8 GiB.
+  const base = prefix && rest.toLowerCase() !== "b" ? 1024 : 1000;
+  return Math.floor(Number(number) * base ** (prefix ? "kmgtp".indexOf(prefix.toLowerCase()) + 1 : 0));
+}
+
 function formatSeconds(seconds) {
   if (seconds >= 1) return `${seconds.toFixed(2)} s`;
   if (seconds >= 1e-3) return `${(seconds * 1e3).toFixed(1)} ms`;
@@ -27,6 +38,10 @@ function formatBandwidth(bytesPerSecond) {
 function formatPercent(share) {
   const percent = 100 * share;
   return `${percent.toFixed(Math.abs(percent) < 9.95 ? 1 : 0)}\u00a0%`; // the space does not break
+}
+
+function signedPercent(share) {
+  return `${share < 0 ? "−" : "+"}${formatPercent(Math.abs(share))}`;
 }
 
 function formatCount(number, one, many) {

@@ -4,14 +4,32 @@
 const LARGEST_LINEAR_RATIO = 8;
 const LARGEST_LINEAR_SLOWDOWN = 2.5;
 
+// What fills a bar of the table, at the most: times plain training.
+const LONGEST_BAR_SLOWDOWN = 2;
+
 // The marks of an axis of factors: times plain training.
 const FACTORS = [1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128];
 
-// Each strategy has a mark beside its colour: lines stay apart without colour.
+// Each strategy has a mark of its own beside its colour: lines stay apart without colour. As many as there are strategies.
 const MARKS = [
-  "M-3 -3H3V3H-3Z", "M0 -4L4 3H-4Z", "M0 4L4 -3H-4Z", "M0 -4L4 0L0 4L-4 0Z", "M-3.5 -1H-1V-3.5H1V-1H3.5V1H1V3.5H-1V1H-3.5Z",
-  "M-4 0L3 -4V4Z", "M4 0L-3 -4V4Z",
+  "M-3 -3H3V3H-3Z", // a square
+  "M0 -4L4 3H-4Z", // triangles: up, down, left, right
+  "M0 4L4 -3H-4Z",
+  "M-4 0L3 -4V4Z",
+  "M4 0L-3 -4V4Z",
+  "M0 -4.5L4.5 0L0 4.5L-4.5 0Z", // a diamond
+  "M-4 -1.3H-1.3V-4H1.3V-1.3H4V1.3H1.3V4H-1.3V1.3H-4Z", // a plus
+  "M-4 -2.6L-2.6 -4L0 -1.4L2.6 -4L4 -2.6L1.4 0L4 2.6L2.6 4L0 1.4L-2.6 4L-4 2.6L-1.4 0Z", // a cross
+  "M0 -4.8L1.2 -1.5L4.6 -1.5L1.9 0.6L2.8 3.9L0 2L-2.8 3.9L-1.9 0.6L-4.6 -1.5L-1.2 -1.5Z", // a star
+  "M-4 -4H4L-4 4H4Z", // an hourglass
+  "M-4 -4V4L4 -4V4Z", // the same, lying
+  "M-1.4 -4.5H1.4V4.5H-1.4Z", // bars: standing, lying
+  "M-4.5 -1.4H4.5V1.4H-4.5Z",
+  "M-4 2A4 4 0 0 1 4 2Z", // half a disc
+  "M-4 -4H4V4H-4ZM-2.2 -2.2V2.2H2.2V-2.2Z", // a frame
+  "M-4.5 0L-2.2 -4H2.2L4.5 0L2.2 4H-2.2Z", // a hexagon
 ];
+const STORE_ALL_MARK = "M-4 0A4 4 0 1 1 4 0A4 4 0 1 1 -4 0ZM-2 0A2 2 0 1 0 2 0A2 2 0 1 0 -2 0Z"; // a ring
 const LINE_COLOURS = [3, 4, 6, 5, 2, 7, 1];
 
 // How close the pointer must be to a point to name it.
@@ -22,6 +40,8 @@ class FrontierChart {
     this.state = state;
     this.choose = choose;
     this.highlighted = null;
+    const { measured } = state.data;
+    this.measured = measured?.seconds && measured.peak_bytes ? [measured.peak_bytes, measured.seconds] : null;
     this.figure = document.getElementById("frontier");
     this.frame = new Frame(this.figure, 20, () => this.draw(), { canvas: false });
     this.curves = state.data.curves.filter((curve) => curve.strategy !== "store-all" && curve.points.length);
@@ -47,14 +67,15 @@ class FrontierChart {
   scale() {
     const { data, envelope } = this.state;
     const budgets = data.plans.map((plan) => plan.budget);
-    const least = Math.min(data.minimum, ...budgets);
-    const most = Math.max(data.storeAll.peak, ...budgets);
+    const seen = this.measured ? [this.measured] : [];
+    const least = Math.min(data.minimum, ...budgets, ...seen.map((point) => point[0]));
+    const most = Math.max(data.storeAll.peak, ...budgets, ...seen.map((point) => point[0]));
     this.logarithmic = most > LARGEST_LINEAR_RATIO * least && least > 0;
     const pad = this.logarithmic ? (most / least) ** 0.04 : 0.04 * (most - least || most);
     this.least = this.logarithmic ? least / pad : Math.max(0, least - pad);
     this.most = this.logarithmic ? most * pad : most + pad;
     const plain = data.storeAll.seconds;
-    const slowest = Math.max(plain, ...envelope.map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
+    const slowest = Math.max(plain, ...[...envelope, ...seen].map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
     // Times that differ by factors are compared by factors.
     this.byFactors = plain > 0 && slowest > LARGEST_LINEAR_SLOWDOWN * plain;
     const space = this.byFactors ? Math.log(slowest / plain) : slowest - plain || plain || 1;
@@ -126,7 +147,7 @@ class FrontierChart {
     const line = svg("path", { d: this.path(curve.points), stroke: curve.colour }, group);
     if (curve.skipped) line.setAttribute("stroke-dasharray", "5 4"); // between its points it may be faster
     for (const [bytes, seconds] of curve.points) {
-      svg("path", { d: curve.mark, fill: curve.colour, class: "mark", transform: `translate(${this.x(bytes)} ${this.y(seconds)}) scale(.75)` }, group);
+      svg("path", { d: curve.mark, fill: curve.colour, class: "mark", transform: `translate(${this.x(bytes)} ${this.y(seconds)})` }, group);
     }
   }
 
@@ -141,6 +162,7 @@ class FrontierChart {
     note(data.minimum, `least ${formatBytes(data.minimum)}`, "start");
     note(data.storeAll.peak, `store-all ${formatBytes(data.storeAll.peak)}`, "end");
     svg("circle", { cx: this.x(data.storeAll.peak), cy: this.y(data.storeAll.seconds), r: 5, class: "store-all" }, lines);
+    if (this.measured) this.drawMeasured(lines);
     if (data.own !== null) {
       const own = data.plans[data.own];
       svg("path", { d: `M${this.x(own.budget)} ${frame.top}V${frame.bottom}`, class: "own" }, lines);
@@ -152,6 +174,15 @@ class FrontierChart {
     const words = data.own === state.index ? "your budget" : "budget";
     svg("text", { x: x + (anchor === "end" ? -6 : 6), y: frame.top - 0.35 * rem(), "text-anchor": anchor, class: "budget-label" },
       frame.svg, `${words} ${formatBytes(plan.budget)}`);
+  }
+
+  // What a run saw, apart from all that was simulated.
+  drawMeasured(lines) {
+    const { frame } = this;
+    const [x, y] = [this.x(this.measured[0]), this.y(this.measured[1])];
+    svg("path", { d: `M${x - 5} ${y - 5}L${x + 5} ${y + 5}M${x - 5} ${y + 5}L${x + 5} ${y - 5}`, class: "measured" }, lines);
+    const anchor = x > (frame.left + frame.right) / 2 ? "end" : "start";
+    svg("text", { x: x + (anchor === "end" ? -10 : 10), y: y + 0.28 * rem(), "text-anchor": anchor, class: "measured-label" }, frame.svg, "measured");
   }
 
   // Names the strategies whose point is under the pointer.
@@ -201,7 +232,8 @@ class StrategyTable {
     const rows = data.curves.map((curve) => ({ curve, point: pointAt(curve.points, plan.budget) }));
     rows.sort((one, other) => (one.point?.[1] ?? Infinity) - (other.point?.[1] ?? Infinity) || one.curve.minimum - other.curve.minimum);
     const slowest = Math.max(plain, ...rows.filter((row) => row.point).map((row) => row.point[1]));
-    this.table.caption.textContent = `Every strategy within ${formatBytes(plan.budget)}`;
+    const full = Math.min(slowest, LONGEST_BAR_SLOWDOWN * plain); // one that is far behind would flatten all others
+    this.table.caption.textContent = `Every strategy within ${formatBytes(plan.budget)}, simulated`;
     const focused = document.activeElement?.closest?.("#strategies button")?.textContent;
     const body = this.table.tBodies[0];
     body.replaceChildren();
@@ -209,33 +241,39 @@ class StrategyTable {
       const row = element("tr", point ? {} : { class: "infeasible" }, body);
       this.name(row, curve, focused);
       if (!point) {
-        element("td", { colspan: 2 }, row, `needs ${formatBytes(curve.minimum)}`);
+        element("td", { colspan: 3 }, row, `needs ${formatBytes(curve.minimum)}`);
         continue;
       }
       const isKnown = !curve.skipped || curve.tried.includes(plan.budget);
       element("td", { class: "number" }, row, `${isKnown ? "" : "≤ "}${formatSeconds(point[1])}`);
-      const cell = element("td", { class: "bar-cell" }, row);
-      const bar = element("i", { class: "bar" }, cell);
-      bar.style.width = `${(55 * (point[1] - plain)) / (slowest - plain || 1)}%`;
-      element("span", {}, cell, plain ? `+${formatPercent(point[1] / plain - 1)}` : "");
+      element("td", { class: "number" }, row, plain ? signedPercent(point[1] / plain - 1) : "");
+      const bar = element("i", { class: "bar" }, element("td", { class: "bar-cell" }, row));
+      bar.style.width = `${Math.min(100, Math.max(0, (100 * (point[1] - plain)) / (full - plain || 1)))}%`;
     }
-    const skipped = data.curves.filter((curve) => curve.skipped);
-    if (skipped.length) {
-      const names = skipped.map((curve) => curve.strategy).join(", ");
-      element("td", { colspan: 3, class: "hint" }, element("tr", {}, body), `Tried at few budgets only, for lack of time, and dashed: ${names}.`);
-    }
+    this.hint(body, "Tried at few budgets only, for lack of time, and dashed", (curve) => curve.skipped);
+    this.hint(body, "Can be simulated, and not executed yet", (curve) => !curve.executable);
+  }
+
+  hint(body, words, applies) {
+    const names = this.state.data.curves.filter(applies).map((curve) => curve.strategy).join(", ");
+    if (names) element("td", { colspan: 4, class: "hint" }, element("tr", {}, body), `${words}: ${names}.`);
   }
 
   name(row, curve, focused) {
     const head = element("th", { scope: "row" }, row);
+    const drawMark = (parent, path, colour) => {
+      const mark = svg("svg", { viewBox: "-5 -5 10 10", width: 12, height: 12, "aria-hidden": "true" }, parent);
+      svg("path", { d: path, fill: colour }, mark);
+    };
     if (curve.strategy === "store-all") {
-      head.textContent = curve.strategy;
+      const name = element("span", { class: "strategy" }, head);
+      drawMark(name, STORE_ALL_MARK, "var(--ink)");
+      name.append(curve.strategy);
       return;
     }
     const isChosen = () => this.frontier.highlighted === curve;
     const button = element("button", { type: "button", "aria-pressed": String(isChosen()), title: "Show this line" }, head);
-    const mark = svg("svg", { viewBox: "-5 -5 10 10", width: 10, height: 10, "aria-hidden": "true" }, button);
-    svg("path", { d: curve.mark ?? "", fill: curve.colour ?? "none" }, mark);
+    drawMark(button, curve.mark ?? "", curve.colour ?? "none");
     button.append(curve.strategy);
     button.addEventListener("click", () => {
       this.frontier.highlight(isChosen() ? null : curve);

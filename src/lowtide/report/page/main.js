@@ -69,17 +69,41 @@ class Page {
     byId("chain-name").textContent = chain.name;
     byId("chain-facts").textContent =
       `${formatCount(chain.names.length, "stage", "stages")}. Plain training takes ${formatBytes(storeAll.peak)} and ${formatSeconds(storeAll.seconds)} a step.`;
-    const provenance = Object.entries(chain.provenance).map(([key, value]) => `${key}: ${value}`);
-    const origin = provenance.length ? ` The chain's figures: ${provenance.join(", ")}.` : "";
-    byId("provenance").textContent = `Written by lowtide ${data.version}.${origin}`;
+    const devices = [...new Set([measured?.device, chain.provenance.device].filter(Boolean))];
+    byId("chain-device").hidden = !devices.length;
+    byId("chain-device").textContent = devices.length > 1 ? `${devices[0]} (${devices[1]})` : devices[0] ?? "";
+    byId("written").textContent = `Written by lowtide ${data.version}.`;
+    this.provenance();
+    this.measured();
+  }
+
+  // Folded, because few want to know; what is too long for a page is named only.
+  provenance() {
+    const { provenance } = this.state.data.chain;
+    const said = Object.entries(provenance).filter(([, value]) => value !== null);
+    const unsaid = Object.keys(provenance).filter((key) => provenance[key] === null);
+    if (unsaid.length) said.push(["in the chain file only", unsaid.join(", ")]);
+    byId("provenance").hidden = !said.length;
+    const list = byId("provenance").querySelector("dl");
+    for (const [key, value] of said) {
+      element("dt", {}, list, key.replaceAll("_", " "));
+      element("dd", {}, list, value);
+    }
+  }
+
+  // What a run saw beside what the simulator said of the same schedule.
+  measured() {
+    const { data } = this.state;
+    const { measured } = data;
     const table = byId("measured");
     byId("measured-region").hidden = !measured;
     const own = data.plans[data.own ?? data.selected];
     if (!measured) {
-      byId("measured-text").textContent = "No run has been measured: all figures of this page are predictions of the simulator.";
+      byId("measured-text").textContent = "Nothing was executed: all figures of this page are predictions of the simulator.";
       return;
     }
-    const where = [measured.device && `on ${measured.device}`, measured.num_steps && `over ${formatCount(measured.num_steps, "step", "steps")}`];
+    const over = measured.num_steps ? `over ${formatCount(measured.num_steps, "step", "steps")}` : "in a trial step, before training,";
+    const where = [measured.device && `on ${measured.device}`, over];
     byId("measured-text").textContent = ["Measured", ...where.filter(Boolean), `with a budget of ${formatBytes(own.budget)}.`].join(" ");
     const head = element("tr", {}, table.tHead);
     for (const title of ["", "Predicted", "Measured", "Difference"]) element("th", { scope: "col", class: title ? "number" : "" }, head, title);
@@ -89,7 +113,7 @@ class Page {
       const row = element("tr", {}, table.tBodies[0]);
       element("th", { scope: "row" }, row, title);
       const difference = seen / predicted - 1;
-      for (const value of [text(predicted), text(seen), `${difference < 0 ? "−" : "+"}${formatPercent(Math.abs(difference))}`]) {
+      for (const value of [text(predicted), text(seen), signedPercent(difference)]) {
         element("td", { class: "number" }, row, value);
       }
     }
@@ -104,13 +128,16 @@ class Page {
     const overhead = plain ? plan.seconds / plain - 1 : 0;
     const cost = Math.abs(overhead) < 0.0005 ? "as fast as plain training" : `${formatPercent(Math.abs(overhead))} ${overhead < 0 ? "faster" : "slower"} than plain training`;
     const best = pointAt(envelope, plan.budget);
-    const better = best && best[1] < plan.seconds * 0.999 ? ` A faster one fits too: ${best[2]}, ${formatSeconds(best[1])}.` : "";
+    // Where trial steps have decided for a plan, what is faster by simulation alone is no advice.
+    const decided = data.attached && this.state.index === data.own;
+    const better = !decided && best && best[1] < plan.seconds * 0.999 ? ` A faster one fits too: ${best[2]}, ${formatSeconds(best[1])}.` : "";
     byId("verdict-text").textContent = `A step takes ${formatSeconds(plan.seconds)} (${plan.strategy}), ${cost}.${better}`;
+    this.drawKind();
     const forwards = plan.forwards.reduce((sum, count) => sum + count, 0);
     const figures = [
       ["Peak memory", formatBytes(plan.peak), `${((100 * plan.peak) / plan.budget).toFixed(1)}\u00a0% of the budget`],
       ["Step time", formatSeconds(plan.seconds), plain ? `${(plan.seconds / plain).toFixed(3)} × plain training` : ""],
-      ["Forwards again", plan.recomputed.toLocaleString("en"), `of ${forwards.toLocaleString("en")} forwards`],
+      ["Recomputed", plan.recomputed.toLocaleString("en"), `of ${forwards.toLocaleString("en")} forwards`],
       ["Moved", plan.moved ? formatBytes(plan.moved) : "nothing", data.bandwidth ? `at ${formatBandwidth(data.bandwidth)}` : "no link given"],
       ["Waiting", plan.idle > 1e-12 * plan.seconds ? formatSeconds(plan.idle) : "never", plan.seconds ? `${formatPercent(plan.idle / plan.seconds)} of the step` : ""],
     ];
@@ -127,6 +154,25 @@ class Page {
     byId("peak-text").textContent = `The peak, ${formatBytes(plan.peak)}, is reached at operation ${plan.peakIndex + 1} of ${plan.count.toLocaleString("en")}: ${peak}.`;
   }
 
+  // Whether this schedule was executed, and what was seen then; and what its maker says of it.
+  drawKind() {
+    const { data, index } = this.state;
+    const { measured } = data;
+    const isOwn = index === data.own;
+    const kind = byId("verdict-kind");
+    kind.className = `kind ${isOwn && measured ? "executed" : "simulated"}`;
+    const seen = measured && [
+      measured.seconds && `${formatSeconds(measured.seconds)} a step`,
+      measured.peak_bytes && `a peak of ${formatBytes(measured.peak_bytes)}`,
+    ].filter(Boolean).join(" and ");
+    if (!isOwn || !measured) kind.textContent = "Simulated, not executed.";
+    else if (measured.num_steps) kind.textContent = `Executed for ${formatCount(measured.num_steps, "step", "steps")}: ${seen}. What follows is simulated.`;
+    else kind.textContent = `Tried in a step before training: ${seen}. What follows is simulated.`;
+    const notes = byId("notes");
+    notes.hidden = !isOwn || !data.notes.length;
+    notes.querySelector("ul").replaceChildren(...data.notes.map((note) => element("li", {}, null, note)));
+  }
+
   // What a little more memory would buy, and what a little less would cost.
   gigabyte() {
     const { data, plan, envelope } = this.state;
@@ -141,9 +187,9 @@ class Page {
     const less = pointAt(envelope, plan.budget - amount)?.[1];
     const gain = now - more > 0.0005 * now
       ? `${words} more would save ${formatSeconds(now - more)} a step (${formatPercent(1 - more / now)})`
-      : `${words} more would buy next to nothing`;
+      : `${words} more would save next to nothing`;
     const loss = less === undefined
-      ? `${words} less would not do`
+      ? `${words} less is too little`
       : less - now > 0.0005 * now ? `${words} less would cost ${formatSeconds(less - now)} (${formatPercent(less / now - 1)})` : `${words} less would cost next to nothing`;
     return `${gain}; ${loss}.`;
   }
@@ -154,13 +200,35 @@ class Page {
     slider.max = data.plans.length - 1;
     slider.value = index;
     const summary = `${plan.strategy} · peak ${formatBytes(plan.peak)} · ${formatSeconds(plan.seconds)}`;
-    byId("budget-value").textContent = formatBytes(plan.budget);
+    byId("budget-value").value = formatBytes(plan.budget);
+    this.say("");
     byId("budget-summary").textContent = summary;
     slider.setAttribute("aria-valuetext", `${formatBytes(plan.budget)}: ${summary}`);
     byId("budget-own").hidden = data.own === null || data.own === index;
   }
 
+  // A line beneath the budget; empty: none.
+  say(words) {
+    byId("budget-hint").hidden = !words;
+    byId("budget-hint").textContent = words;
+  }
+
+  // The schedule for a budget that was typed: the next one that was computed for no more than that.
+  type(text) {
+    const { plans } = this.state.data;
+    const bytes = parseBytes(text);
+    if (bytes === null) return this.say(`“${text}” is not a number of bytes; write it like 8GiB, 512MiB or 8GB.`);
+    const wanted = formatBytes(bytes);
+    const same = plans.findIndex((plan) => formatBytes(plan.budget) === wanted);
+    const index = same >= 0 ? same : plans.findLastIndex((plan) => plan.budget <= bytes);
+    if (index < 0) return this.say(`${wanted} is too little: the least that works is ${formatBytes(plans[0].budget)}.`);
+    this.choose(index);
+    this.drawBudget();
+    if (same < 0) this.say(`Schedules are computed for ${plans.length} budgets; this is the next one below ${wanted}.`);
+  }
+
   controls() {
+    byId("budget-value").addEventListener("change", (event) => this.type(event.target.value));
     byId("budget").addEventListener("input", (event) => this.choose(Number(event.target.value)));
     byId("budget-own").addEventListener("click", () => {
       this.choose(this.state.data.own);

@@ -11,7 +11,7 @@ from collections import Counter
 
 from torch import nn
 
-from lowtide.runtime.capture.cuts import Ledger
+from lowtide.runtime.capture.cuts import Tally
 from lowtide.runtime.capture.watch import Observation
 
 # A block of blocks up to this share of the bytes is one stage; a larger one leaves too little to choose from.
@@ -24,7 +24,7 @@ def whole_blocks(model: nn.Module, observation: Observation) -> frozenset[str]:
     """The paths of the blocks that are not to be cut inside."""
     candidates = _candidates(model)
     saved_bytes = _saved_bytes(observation, candidates)
-    total = Ledger(observation).total_bytes
+    total = Tally(observation).total_bytes
     opened = {path for path in candidates if _is_opened(path, saved_bytes, total)}
     return frozenset(candidates - opened)
 
@@ -42,11 +42,11 @@ def _candidates(model: nn.Module) -> set[str]:
 
 def _saved_bytes(observation: Observation, paths: set[str]) -> dict[str, int]:
     """What the largest call of each of these submodules saves; those that are not called save nothing."""
-    ledger = Ledger(observation)
+    tally = Tally(observation)
     largest = dict.fromkeys(paths, 0)
     for call in observation.calls:
         if call.path in largest:
-            largest[call.path] = max(largest[call.path], ledger.saved_bytes(call.entered, call.left))
+            largest[call.path] = max(largest[call.path], tally.saved_bytes(call.entered, call.left))
     return largest
 
 

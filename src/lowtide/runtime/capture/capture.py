@@ -19,7 +19,7 @@ from lowtide.runtime.capture.blocks import whole_blocks
 from lowtide.runtime.capture.cuts import (
     Cut,
     Cuts,
-    Ledger,
+    Tally,
     choose,
     held_by,
     nearest_cuts,
@@ -27,7 +27,7 @@ from lowtide.runtime.capture.cuts import (
     reason_against,
 )
 from lowtide.runtime.capture.units import settle
-from lowtide.runtime.capture.watch import NEVER, Call, Observation, watch
+from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall, watch
 from lowtide.runtime.model.interception import planned_part_of
 from lowtide.runtime.model.sample import Sample, without_cache
 from lowtide.runtime.model.split import Split, StageSplit, Unit
@@ -94,6 +94,19 @@ def capture(
     return _split(observation, cuts, units, trailing, keywords)
 
 
+def check_has_data(model: nn.Module) -> None:
+    """Refuse a model without data.
+
+    Raises:
+        CaptureError: with the first parameter that has none.
+    """
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise CaptureError(
+            f"parameter {empty!r} is on the meta device and has no data; load or initialise the model first"
+        )
+
+
 def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """Refuse what cannot be right, before anything is run.
 
@@ -102,11 +115,6 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}, expected an nn.Module")
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise CaptureError(
-            f"parameter {empty!r} is on the meta device and has no data; load or initialise the model first"
-        )
     planned = planned_part_of(model)
     if planned is not None:
         raise CaptureError(
@@ -173,7 +181,7 @@ def _refuse_other_data(before: dict[str, int], after: dict[str, int]) -> None:
 
 
 def _nothing_found(observation: Observation) -> str:
-    ledger = Ledger(observation)
+    tally = Tally(observation)
     seen = f"{sum(1 for call in observation.calls if call.depth)} calls of submodules were seen"
     reasons: dict[str, int] = {}
     for cut in nearest_cuts(
@@ -181,7 +189,7 @@ def _nothing_found(observation: Observation) -> str:
     ):
         reason = reason_against(observation, cut)
         if reason is None:
-            reason = f"{ledger.differentiable(cut.crossing)} activations cross the end of {observation.path(cut.call)}"
+            reason = f"{tally.differentiable(cut.crossing)} activations cross the end of {observation.path(cut.call)}"
         reasons[reason] = reasons.get(reason, 0) + 1
     if not any(call.depth for call in observation.calls):
         return (
@@ -191,7 +199,7 @@ def _nothing_found(observation: Observation) -> str:
         )
     common = max(reasons, key=lambda reason: reasons[reason], default="no submodule is called")
     return (
-        f"no chain of stages was found: {seen}, saving {format_bytes(ledger.total_bytes)}, and a stage "
+        f"no chain of stages was found: {seen}, saving {format_bytes(tally.total_bytes)}, and a stage "
         f"can end at none of them (for instance: {common}); {_BY_HAND}"
     )
 
@@ -220,21 +228,21 @@ def _by_hand(model: nn.Module, observation: Observation, stages: StageNames) -> 
     return Cuts(chosen, held_by(observation, chosen))
 
 
-def _is_named(model: nn.Module, call: Call, stages: StageNames) -> bool:
+def _is_named(model: nn.Module, call: SubmoduleCall, stages: StageNames) -> bool:
     if callable(stages):
         return bool(stages(call.path, model.get_submodule(call.path)))
     return any(fnmatch.fnmatchcase(call.path, pattern) for pattern in stages)
 
 
-def _inside(observation: Observation, call: Call, other: Call) -> bool:
+def _inside(observation: Observation, call: SubmoduleCall, other: SubmoduleCall) -> bool:
     return other.entered < call.entered and call.left < other.left
 
 
 def _split(
-    observation: Observation, cuts: Cuts, units: list[Call], trailing: list[bool], keywords: dict[str, Any]
+    observation: Observation, cuts: Cuts, units: list[SubmoduleCall], trailing: list[bool], keywords: dict[str, Any]
 ) -> Split:
     """The stages between cuts."""
-    ledger = Ledger(observation)
+    tally = Tally(observation)
     positions = [cut.position for cut in cuts.chosen]
     bounds = list(zip([NEVER, *positions], [*positions, observation.end], strict=True))
     owners = _parameter_owners(observation, positions)
@@ -257,9 +265,9 @@ def _split(
     return Split(
         tuple(stages),
         call_keywords=keywords,
-        held_bytes=ledger.num_bytes(cuts.held),
-        activation_bytes=ledger.total_bytes,
-        largest_stage_bytes=max(ledger.saved_bytes(*pair) for pair in bounds),
+        held_bytes=tally.num_bytes(cuts.held),
+        activation_bytes=tally.total_bytes,
+        largest_stage_bytes=max(tally.saved_bytes(*pair) for pair in bounds),
     )
 
 
@@ -272,7 +280,7 @@ def _parameter_owners(observation: Observation, positions: list[int]) -> dict[in
     return owners
 
 
-def _stage_name(calls: list[Call]) -> str:
+def _stage_name(calls: list[SubmoduleCall]) -> str:
     """The path of a stage's unit; for several, that of the first and what of the last differs."""
     first, last = calls[0].path, calls[-1].path
     if first == last:

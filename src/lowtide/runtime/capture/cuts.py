@@ -67,7 +67,7 @@ class Cuts:
     held: set[int] = field(default_factory=set)
 
 
-class Ledger:
+class Tally:
     """An observation's bytes, looked up by time."""
 
     def __init__(self, observation: Observation) -> None:
@@ -196,14 +196,14 @@ def reason_against(observation: Observation, cut: Cut) -> str | None:
 
 def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
     """The finest useful choice among possible cuts."""
-    ledger = Ledger(observation)
-    held = _held_as_a_matter_of_course(ledger, cuts)
+    tally = Tally(observation)
+    held = _held_as_a_matter_of_course(tally, cuts)
     whole = (_START, end_of(observation))
-    result = Cuts(_best_chain(ledger, cuts, held, *whole), held)
+    result = Cuts(_best_chain(tally, cuts, held, *whole), held)
     tried: set[tuple[Cut, Cut]] = set()
-    while (large := _largest_stage(ledger, result, whole, tried)) is not None:
+    while (large := _largest_stage(tally, result, whole, tried)) is not None:
         tried.add(large)
-        _cut_large_stage(ledger, cuts, result, large)
+        _cut_large_stage(tally, cuts, result, large)
     result.held = held_by(observation, result.chosen)
     return result
 
@@ -227,15 +227,15 @@ def held_by(observation: Observation, chosen: list[Cut]) -> set[int]:
     return {serial for serial, count in counts.items() if count > 1}
 
 
-def _held_as_a_matter_of_course(ledger: Ledger, cuts: list[Cut]) -> set[int]:
+def _held_as_a_matter_of_course(tally: Tally, cuts: list[Cut]) -> set[int]:
     crossing = {serial for cut in cuts for serial in cut.crossing}
-    limit = _FREE_HELD_SHARE * ledger.total_bytes
-    memories = ledger.observation.memories
+    limit = _FREE_HELD_SHARE * tally.total_bytes
+    memories = tally.observation.memories
     return {s for s in crossing if not memories[s].differentiable and memories[s].num_bytes <= limit}
 
 
 def _best_chain(
-    ledger: Ledger, cuts: list[Cut], held: set[int], left: Cut, right: Cut, most_together: int = 1
+    tally: Tally, cuts: list[Cut], held: set[int], left: Cut, right: Cut, most_together: int = 1
 ) -> list[Cut]:
     """The cuts between two others that make the sum of the stages' squared bytes least, no two crossed by the same
     memory.
@@ -244,13 +244,13 @@ def _best_chain(
     making stages of nothing, and so does a price for outputs that nothing saves. Where several activations may pass
     together, their bytes count too: the narrowest place.
     """
-    constant = (_TINY_STAGE_SHARE * max(1, ledger.total_bytes)) ** 2
+    constant = (_TINY_STAGE_SHARE * max(1, tally.total_bytes)) ** 2
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
-    row = [left, *(cut for cut in inner if ledger.differentiable(cut.crossing - held) <= most_together), right]
+    row = [left, *(cut for cut in inner if tally.differentiable(cut.crossing - held) <= most_together), right]
     passing = [cut.crossing - held for cut in row]
-    price = [_LOST_PRICE * float(ledger.lost_bytes(serials)) ** 2 for serials in passing]
+    price = [_LOST_PRICE * float(tally.lost_bytes(serials)) ** 2 for serials in passing]
     if most_together > 1:
-        price = [cost + float(ledger.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
+        price = [cost + float(tally.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
     cost, before = [0.0], [NEVER]  # of the best chain that ends at each cut of the row
     for index in range(1, len(row)):
         best, previous, looked = float("inf"), NEVER, 0
@@ -258,7 +258,7 @@ def _best_chain(
             no_unit = row[index].last_unit_entered < row[candidate].position
             if no_unit or cost[candidate] == float("inf") or not passing[candidate].isdisjoint(passing[index]):
                 continue
-            stage_bytes = ledger.saved_bytes(row[candidate].position, row[index].position)
+            stage_bytes = tally.saved_bytes(row[candidate].position, row[index].position)
             if cost[candidate] + float(stage_bytes) ** 2 < best:
                 best, previous = cost[candidate] + float(stage_bytes) ** 2, candidate
             looked += 1
@@ -275,44 +275,44 @@ def _best_chain(
 
 
 def _largest_stage(
-    ledger: Ledger, result: Cuts, whole: tuple[Cut, Cut], tried: set[tuple[Cut, Cut]]
+    tally: Tally, result: Cuts, whole: tuple[Cut, Cut], tried: set[tuple[Cut, Cut]]
 ) -> tuple[Cut, Cut] | None:
     """The largest stage that is not small and has not been tried."""
     row = [whole[0], *result.chosen, whole[1]]
     stages = [pair for pair in itertools.pairwise(row) if pair not in tried]
-    sizes = [ledger.saved_bytes(left.position, right.position) for left, right in stages]
-    if not stages or max(sizes) <= _SMALL_STAGE_SHARE * ledger.total_bytes:
+    sizes = [tally.saved_bytes(left.position, right.position) for left, right in stages]
+    if not stages or max(sizes) <= _SMALL_STAGE_SHARE * tally.total_bytes:
         return None
     return stages[sizes.index(max(sizes))]
 
 
-def _cut_large_stage(ledger: Ledger, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
+def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
     """Hold the memory that stands in the way of cutting a large stage, where that pays."""
     left, right = bounds
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
-    stage_bytes = ledger.saved_bytes(left.position, right.position)
+    stage_bytes = tally.saved_bytes(left.position, right.position)
     allowed_bytes = min(
-        LARGEST_HELD_SHARE * ledger.total_bytes - ledger.num_bytes(result.held), _LARGEST_LOCAL_SHARE * stage_bytes
+        LARGEST_HELD_SHARE * tally.total_bytes - tally.num_bytes(result.held), _LARGEST_LOCAL_SHARE * stage_bytes
     )
     held, added_bytes = set(result.held), 0
     best_score, best_held, best_chain = float(stage_bytes), held, list[Cut]()
-    for serial in _obstacles(ledger, [left, *inner, right], held):
-        num_bytes = ledger.observation.memories[serial].num_bytes
+    for serial in _obstacles(tally, [left, *inner, right], held):
+        num_bytes = tally.observation.memories[serial].num_bytes
         if added_bytes + num_bytes > allowed_bytes:
             continue
         held, added_bytes = held | {serial}, added_bytes + num_bytes
-        chain = _best_chain(ledger, inner, held, left, right)
+        chain = _best_chain(tally, inner, held, left, right)
         positions = [left.position, *(cut.position for cut in chain), right.position]
-        largest = max(ledger.saved_bytes(*pair) for pair in itertools.pairwise(positions))
+        largest = max(tally.saved_bytes(*pair) for pair in itertools.pairwise(positions))
         if chain and largest + _HELD_PRICE * added_bytes < best_score:
             best_score, best_held, best_chain = largest + _HELD_PRICE * added_bytes, held, chain
     if not best_chain:
-        best_chain = _best_chain(ledger, inner, best_held, left, right, _MOST_TOGETHER)
+        best_chain = _best_chain(tally, inner, best_held, left, right, _MOST_TOGETHER)
     result.held = best_held
     result.chosen = sorted([*result.chosen, *best_chain], key=lambda cut: cut.position)
 
 
-def _obstacles(ledger: Ledger, inner: list[Cut], held: set[int]) -> list[int]:
+def _obstacles(tally: Tally, inner: list[Cut], held: set[int]) -> list[int]:
     """The memory that stands in the way of cuts, that which stands in the way of most for its bytes first."""
     spans: dict[int, int] = {}
     for cut in inner:
@@ -326,5 +326,5 @@ def _obstacles(ledger: Ledger, inner: list[Cut], held: set[int]) -> list[int]:
         edge = min(passing, key=lambda serial: (spans[serial], -serial))
         for serial in passing - {edge}:
             score[serial] = score.get(serial, 0.0) + 1 / (len(passing) - 1)
-    memories = ledger.observation.memories
+    memories = tally.observation.memories
     return sorted(score, key=lambda serial: -score[serial] / max(1, memories[serial].num_bytes))

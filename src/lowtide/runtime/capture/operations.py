@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_iter
 
 
 def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is a parameter's copy in another dtype: autocast makes and keeps them, and hands them out again."""
+    """Whether this is a parameter's copy in another dtype: autocast makes, keeps and reuses them."""
     return (
         func is torch.ops.aten._to_copy.default
         and isinstance(args[0], torch.Tensor)

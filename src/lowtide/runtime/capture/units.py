@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from lowtide.runtime.capture.cuts import Cut, Cuts, Ledger, cut_at, held_by, reason_against
-from lowtide.runtime.capture.watch import NEVER, Call, Observation
+from lowtide.runtime.capture.cuts import Cut, Cuts, Tally, cut_at, held_by, reason_against
+from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall
 
 
-def units_between(observation: Observation, cuts: Sequence[Cut]) -> list[Call]:
+def units_between(observation: Observation, cuts: Sequence[Cut]) -> list[SubmoduleCall]:
     """The outermost calls that contain no cut, in order."""
     positions = [cut.position for cut in cuts]
-    units: list[Call] = []
+    units: list[SubmoduleCall] = []
     last_left = NEVER
     for call in observation.calls:  # in the order in which they begin
         contains = bisect.bisect_right(positions, call.left) > bisect.bisect_right(positions, call.entered)
@@ -22,7 +22,7 @@ def units_between(observation: Observation, cuts: Sequence[Cut]) -> list[Call]:
     return units
 
 
-def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[Call], list[bool]]:
+def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[SubmoduleCall], list[bool]]:
     """Make every cut lie at one end of the glue between two units.
 
     A cut that was found at the end of a call which is opened by another cut lies amid glue: after a block's last sum,
@@ -53,18 +53,18 @@ def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[Call], list
 
 
 def _moved(
-    observation: Observation, chosen: list[Cut], index: int, before: Call, after: Call, held: set[int]
+    observation: Observation, chosen: list[Cut], index: int, before: SubmoduleCall, after: SubmoduleCall, held: set[int]
 ) -> list[Cut]:
     """The cut at one end of its gap, or none."""
-    ledger = Ledger(observation)
-    most_together = max(1, ledger.differentiable(chosen[index].crossing - held))
+    tally = Tally(observation)
+    most_together = max(1, tally.differentiable(chosen[index].crossing - held))
     neighbours = [*chosen[max(0, index - 1) : index], *chosen[index + 1 : index + 2]]
     for candidate in (
         cut_at(observation, after.entered, after.index, at_entry=True),
         cut_at(observation, before.left + 1, before.index, at_entry=False),
     ):
         passing = candidate.crossing - held
-        possible = reason_against(observation, candidate) is None and ledger.differentiable(passing) <= most_together
+        possible = reason_against(observation, candidate) is None and tally.differentiable(passing) <= most_together
         if possible and all(passing.isdisjoint(neighbour.crossing) for neighbour in neighbours):
             return [candidate]
     return []

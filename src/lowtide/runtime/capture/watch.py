@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, LowtideError, SampleError
 from lowtide.runtime.capture.operations import is_weight_cast, signature_of
-from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.call_site import Layer, Rank, is_compiled
+from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample, tensors_in
 from lowtide.runtime.state.writes import written_by
 
@@ -29,7 +30,7 @@ NEVER = -1
 
 
 @dataclass(slots=True)
-class Call:
+class SubmoduleCall:
     """One call of a submodule."""
 
     index: int
@@ -72,7 +73,7 @@ class Memory:
 class Observation:
     """What was seen of one forward, with its loss where one was given."""
 
-    calls: list[Call]
+    calls: list[SubmoduleCall]
     memories: list[Memory]
     operations: list[tuple[int, str]]
     """(tick, what was done on which shapes)."""
@@ -205,14 +206,14 @@ class _Watcher(TorchDispatchMode):
         for memory in self._see(tensor, "made"):
             memory.saved = True
 
-    def enter(self, path: str, opaque: bool, inputs: Any) -> Call:
+    def enter(self, path: str, opaque: bool, inputs: Any) -> SubmoduleCall:
         """A submodule's call begins."""
         self._clock += 1
         occurrence = self._num_calls.get(path, 0)
         self._num_calls[path] = occurrence + 1
         calls = self.observation.calls
         parent = self._stack[-1] if self._stack else NEVER
-        call = Call(len(calls), path, occurrence, parent, len(self._stack), opaque, self._clock)
+        call = SubmoduleCall(len(calls), path, occurrence, parent, len(self._stack), opaque, self._clock)
         calls.append(call)
         self._stack.append(call.index)
         call.inputs = self._read(inputs, nested=True)
@@ -223,7 +224,7 @@ class _Watcher(TorchDispatchMode):
         """A submodule is called where nothing can be cut; it counts among its calls."""
         self._num_calls[path] = self._num_calls.get(path, 0) + 1
 
-    def leave(self, call: Call, outputs: Any) -> None:
+    def leave(self, call: SubmoduleCall, outputs: Any) -> None:
         """A submodule's call ends."""
         self._clock += 1
         self._stack.pop()
@@ -315,7 +316,7 @@ def is_opaque(module: nn.Module) -> bool:
     """Whether a module's inside cannot be watched call by call: it is compiled or scripted."""
     return (
         type(module).__name__ == "OptimizedModule"  # without importing torch._dynamo, which takes seconds
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or is_compiled(module)
         or isinstance(module, torch.jit.ScriptModule)
     )
 
@@ -326,10 +327,10 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(path.startswith(f"{prefix}.") for prefix in hidden):
             continue
+        if not path and handler_of(module) is not None:
+            raise CaptureError("a plan is attached to the model; detach it first: plan.detach()")
         if is_opaque(module):
             if not path:
-                if isinstance(attached_site(module), ModelSite):
-                    raise CaptureError("a plan is attached to the model; detach it first: plan.detach()")
                 raise CaptureError(
                     "the model is compiled as a whole, so its stages cannot be told apart; "
                     "hand over the model before torch.compile"
@@ -341,39 +342,42 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 @contextmanager
 def _patched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
-    """Each submodule tells the watcher when its call begins and ends.
-
-    What stands in an instance's `_compiled_call_impl` is called in place of the module, which is what `Module.compile`
-    uses; units are recognised at the same place when a schedule runs.
-    """
-    patched: list[tuple[nn.Module, Any]] = []
+    """Each submodule tells the watcher when its call begins and ends."""
+    layers = [
+        _ReportingLayer(module, path, watcher)
+        for path, module in watched_modules(model)
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
-        for path, module in watched_modules(model):
-            previous = module.__dict__.get("_compiled_call_impl")
-            if not isinstance(module, torch.jit.ScriptModule):
-                patched.append((module, previous))
-                call = previous or module._call_impl
-                module.__dict__["_compiled_call_impl"] = _reporting(call, path, is_opaque(module), watcher)
+        for layer in layers:
+            layer.push()
         yield
     finally:
-        for module, previous in patched:
-            if previous is None:
-                del module.__dict__["_compiled_call_impl"]
-            else:
-                module.__dict__["_compiled_call_impl"] = previous
+        for layer in layers:
+            layer.remove()
 
 
-def _reporting(call: Callable[..., Any], path: str, opaque: bool, watcher: _Watcher) -> Callable[..., Any]:
-    def reporting(*args: Any, **kwargs: Any) -> Any:
+class _ReportingLayer(Layer):
+    """Tells the watcher of the calls of one submodule."""
+
+    __slots__ = ("_is_opaque", "_path", "_watcher")
+
+    rank = Rank.REPORT
+
+    def __init__(self, module: nn.Module, path: str, watcher: _Watcher) -> None:
+        super().__init__(module)
+        self._is_opaque = is_opaque(module)
+        self._path = path
+        self._watcher = watcher
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._are_functorch_transforms_active():  # in vmap, say: one call of many, on tensors that are none
-            watcher.pass_by(path)
-            return call(*args, **kwargs)
-        record = watcher.enter(path, opaque, (args, kwargs))
-        output = call(*args, **kwargs)
-        watcher.leave(record, output)
+            self._watcher.pass_by(self._path)
+            return self.pass_on(*args, **kwargs)
+        record = self._watcher.enter(self._path, self._is_opaque, (args, kwargs))
+        output = self.pass_on(*args, **kwargs)
+        self._watcher.leave(record, output)
         return output
-
-    return reporting
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch import nn
 from lowtide.errors import PlanError, shown
 from lowtide.runtime.compile.loss import CompiledLoss
 from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
+from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
 from lowtide.runtime.model.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -44,15 +44,13 @@ _RECOMPILE_LIMIT = 512
 # Compiled functions that are kept for the next `fit`: a few models with all their kinds and variants.
 _MOST_FUNCTIONS = 256
 
-_ATTRIBUTE = "_compiled_call_impl"
-
 
 def variant_name(budget: float) -> str:
     """The name, in chains and reports, of the variant compiled under an `activation_memory_budget`."""
     return f"budget {budget:g}"
 
 
-class Choice:
+class VariantChoice:
     """Which variant the compiled units of one model run as; all of them at once.
 
     Args:
@@ -85,25 +83,26 @@ def many_compilations() -> Iterator[None]:
         yield
 
 
-class CompiledCall:
-    """What stands in a unit's `_compiled_call_impl`: calls the function of the variant that is chosen."""
+class CompiledLayer(Layer):
+    """Runs a unit as the function of the variant that is chosen."""
 
-    __slots__ = ("_functions", "_hooks", "_kind", "_modes", "_module", "choice", "is_removed")
+    __slots__ = ("_functions", "_hooks", "_kind", "_modes", "choice")
 
-    def __init__(self, module: nn.Module, kind: Hashable, compilers: Sequence[_Compiler], choice: Choice) -> None:
-        self._module = weakref.ref(module)
+    rank = Rank.CODE
+
+    def __init__(
+        self, module: nn.Module, kind: Hashable, compilers: Sequence[_Compiler], choice: VariantChoice
+    ) -> None:
+        super().__init__(module)
         self._kind = (kind, compilers[0])
         self._hooks = hooks_of(module)
         self._modes = Modes(module)
         self._functions = tuple(_compiled_function(kind, each) for each in compilers)
         self.choice = choice
-        self.is_removed = False
-        """Whether it only stays for a plan of another model, which was made with it, and goes with that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; as variant 0 where it has no such variant, or other modes than it was checked for."""
-        index, module = self.choice.index, self._module()
-        assert module is not None  # it is alive whenever it is called
+        index, module = self.choice.index, self.module
         if (hooks := hooks_of(module)) != self._hooks:  # Dynamo would not notice
             kind, compiler = self._kind
             return _compiled_function((kind, hooks), compiler)(module, *args, **kwargs)
@@ -144,25 +143,25 @@ class CompiledStages:
         self.compilation = Compilation(options, tuple(budgets), loss)
         """How it is done; does not depend on what surrounds it any more."""
         compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
-        self.choice = Choice(("", *map(variant_name, budgets)))
+        self.choice = VariantChoice(("", *map(variant_name, budgets)))
         self._model = model
         self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss), always=loss is True)
-        self._calls: list[tuple[nn.Module, CompiledCall]] = []
+        self._layers: list[CompiledLayer] = []
         self._num_variants: dict[int, int] = {}
-        compiled: dict[int, CompiledCall] = {}
+        compiled: dict[int, CompiledLayer] = {}
         units = list(_units_to_compile(model, split))
         with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
         for k, stage, place, module in units:
             if id(module) not in compiled:  # else it is called in several places
                 used = compilers if stage.kind in with_variants else compilers[:1]
                 kind = (type(module), stage.kind or (id(model), stage.name), place)
-                compiled[id(module)] = CompiledCall(module, kind, used, self.choice)
-                self._calls.append((module, compiled[id(module)]))
+                compiled[id(module)] = CompiledLayer(module, kind, used, self.choice)
+                self._layers.append(compiled[id(module)])
             self._num_variants[k] = max(self.num_variants(k), compiled[id(module)].num_variants)
         self.install()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._layers)
 
     def num_variants(self, k: int) -> int:
         """How many ways stage k can run; 1 where nothing of it is compiled."""
@@ -174,16 +173,14 @@ class CompiledStages:
         It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation:
         with channels last where the sample or a weight was.
         """
-        weights = [m.weight for unit, _ in self._calls for m in unit.modules() if isinstance(m, nn.Conv2d)]
+        weights = [m.weight for each in self._layers for m in each.module.modules() if isinstance(m, nn.Conv2d)]
         is_inductor = self.compilation.options.get("backend", "inductor") == "inductor"
         return is_inductor and bool(weights) and not any(map(_has_channels_last, (*weights, *sample)))
 
     def install(self) -> None:
         """Run the units compiled."""
-        for module, call in self._calls:
-            call.is_removed = False
-            if not vars(module).get(_ATTRIBUTE):  # else the plan of another model that has the module, too
-                vars(module)[_ATTRIBUTE] = call
+        for layer in self._layers:
+            layer.push()
         if self.compilation.loss is not False:
             self._loss.install(self._model)
 
@@ -199,10 +196,8 @@ class CompiledStages:
 
     def remove(self) -> None:
         """Run them as before."""
-        for module, call in self._calls:
-            call.is_removed = True
-            if vars(module).get(_ATTRIBUTE) is call:  # else a model that has the module, too, has compiled it since
-                del vars(module)[_ATTRIBUTE]
+        for layer in self._layers:
+            layer.remove()
         self._loss.remove(self._model)
         torch.clear_autocast_cache()
 
@@ -263,12 +258,12 @@ class Compilation:
         return cls(options, budgets, loss)
 
 
-def choice_of(model: nn.Module, split: Split) -> Choice | None:
+def choice_of(model: nn.Module, split: Split) -> VariantChoice | None:
     """How the variants of a model's stages are chosen, where they are compiled."""
     for path in split.paths:
-        call = vars(model.get_submodule(path)).get(_ATTRIBUTE)
-        if isinstance(call, CompiledCall) and len(call.choice.names) > 1:
-            return call.choice
+        for layer in layers_of(model.get_submodule(path), CompiledLayer)[:1]:
+            if len(layer.choice.names) > 1:
+                return layer.choice
     return None
 
 
@@ -277,8 +272,13 @@ def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, Sta
     for k, stage in enumerate(split.stages, start=1):
         for place, unit in enumerate(stage.units):
             module = model.get_submodule(unit.path)
-            if unit.path and next(module.children(), None) is not None and _ATTRIBUTE not in vars(module):
+            if unit.path and next(module.children(), None) is not None and not _is_compiled_by_user(module):
                 yield k, stage, place, module
+
+
+def _is_compiled_by_user(module: nn.Module) -> bool:
+    """Whether a module was compiled by somebody else; what a plan of another model has compiled is compiled again."""
+    return is_compiled(module) and not layers_of(module, CompiledLayer)
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The loss of a model whose blocks are compiled, compiled too where it is large.
+"""Compiles the loss of a model whose blocks are compiled, if it is large.
 
 The scores of a network that predicts words, one for each of its vocabulary, are its largest tensors, and the loss that
 it computes of them between its submodules is part of no block. In eager mode `F.cross_entropy` makes one more tensor of
@@ -16,21 +16,21 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 # Scores from this size on are worth the seconds that compiling takes: 16 384 words of text and 2 048 words to choose
-# from, in 16 bits. A classifier of pictures has less than a hundredth of that.
+# from, in 16 bits. An image classifier has less than a hundredth of that.
 _WORTH_BYTES = 64 * 2**20
 
 Functions = Mapping[Callable[..., Any], Callable[..., Any]]
-"""What is called between submodules in the place of functions of torch."""
+"""What is called between submodules instead of torch functions."""
 
 _FUNCTIONS: weakref.WeakKeyDictionary[nn.Module, Functions] = weakref.WeakKeyDictionary()
 
 
 class CompiledLoss:
-    """Stands in for `F.cross_entropy`.
+    """Replaces `F.cross_entropy`.
 
     Args:
         compiled: the same function compiled, or to be compiled when it is first called.
-        always: whether it is called with small scores, too.
+        always: whether it is also used for small logits.
     """
 
     __name__ = "cross_entropy"
@@ -57,15 +57,15 @@ class CompiledLoss:
             raise
 
     def install(self, model: nn.Module) -> None:
-        """Have it called in the forward of a model that runs in stages."""
+        """Use it in the forward of a model that runs in stages."""
         _FUNCTIONS[model] = {F.cross_entropy: self}
 
     def remove(self, model: nn.Module) -> None:
-        """Have `F.cross_entropy` itself called again."""
+        """Use `F.cross_entropy` itself again."""
         if self in functions_of(model).values():
             del _FUNCTIONS[model]
 
 
 def functions_of(model: nn.Module) -> Functions:
-    """What is called between the submodules of a model in the place of functions of torch."""
+    """What is called between the submodules of a model instead of torch functions."""
     return _FUNCTIONS.get(model, {})

@@ -1,4 +1,4 @@
-"""What a compiler takes for fixed when it compiles a block, and what its variants were therefore checked for."""
+"""What a compiler assumes to be fixed when it compiles a block, and what its variants were checked for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Modes:
         self._then = list(self._now(module))
 
     def are_as_then(self, module: nn.Module) -> bool:
-        """Whether the same is trained and switched off as when this was made."""
+        """Whether the block's modes have not changed since."""
         return self._then == list(self._now(module))
 
     def _now(self, module: nn.Module) -> Iterator[Any]:
@@ -42,7 +42,7 @@ class Modes:
 
 @contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """A model that is in `eval()` in training mode within the block, as plans are made and steps are run."""
+    """Put a model in `eval()` into training mode within the block, for planning and steps."""
     if model.training:
         yield
         return

@@ -27,6 +27,9 @@ from lowtide.runtime.execute.saved import Pack, Sink
 _MOST_TENSORS = 4
 _NUM_ELEMENTS = 64
 
+# The workspaces that LSTM's kernels save are bytes, and some of them are never written: they hold anything.
+_WORKSPACE = torch.uint8
+
 _NUMPY_HAS = frozenset(
     getattr(torch, name)
     for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64")
@@ -99,7 +102,9 @@ def noting(sink: Sink | None, note: Sink) -> Sink:
 
 
 def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.untyped_storage()._cdata in ignored:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is _WORKSPACE:
+        return None
+    if tensor.untyped_storage()._cdata in ignored:
         return None
     data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes())
@@ -155,6 +160,7 @@ class SpotCheck:
             type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not a subclass with ideas of its own
             and tensor.layout is torch.strided
             and tensor.numel() > 0
+            and tensor.dtype is not _WORKSPACE
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and (tensor.is_cpu or tensor.is_cuda)
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -1,8 +1,8 @@
 """Stages that a schedule always treats alike run as one.
 
 The executor's own work is done once a stage, so it is done for as few stages as the schedule lets it be: a segment that
-is always let go and made again as a whole is one stage to it, and so is all that autograd simply keeps. Nothing else
-changes: the same computations run in the same order, and the same tensors are kept and let go.
+is always freed and recomputed as a whole is one stage to it, and so is everything that autograd simply keeps. Nothing
+else changes: the same computations run in the same order, and the same tensors are kept and freed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_NAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """A schedule over as few stages as can be.
+    """A schedule over as few stages as possible.
 
     Args:
         split: the stages, some of them joined.
@@ -40,7 +40,7 @@ class Coarse:
         """Nothing joined.
 
         Raises:
-            PlanError: where the schedule speaks of stages that the split has not.
+            PlanError: if the schedule names stages that the split does not have.
         """
         _check_stages(split, schedule)
         return cls(split, schedule.operations, (1,) * split.num_stages)
@@ -50,7 +50,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     """Join the stages that a schedule always treats alike.
 
     Raises:
-        PlanError: where the schedule speaks of stages that the split has not.
+        PlanError: if the schedule names stages that the split does not have.
 
     Example:
         >>> from lowtide.runtime.model.split import Unit
@@ -83,7 +83,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
 def _check_stages(split: Split, schedule: Schedule) -> None:
     largest = max((operation.stage for operation in schedule.operations), default=0)
     if largest > split.num_stages:
-        raise PlanError(f"the schedule speaks of stage {largest}; the model has {split.num_stages} stages")
+        raise PlanError(f"the schedule names stage {largest}, but the model has {split.num_stages} stages")
 
 
 def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
@@ -130,7 +130,7 @@ def _together(one: Forward, other: Operation | None) -> bool:
 
 
 def _apart(value: Value) -> set[int]:
-    """The stages that cannot be joined with the next where this value is moved by itself."""
+    """The stages that cannot be joined with the next one if this value is moved separately."""
     kind, k = value
     return {k} if kind == "a" else {k - 1, k}
 

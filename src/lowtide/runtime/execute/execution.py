@@ -26,6 +26,9 @@ from lowtide.runtime.replay.staged import Layout
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Schedule
 
+CallHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called in place of a model, with how to call it plainly and what with."""
+
 # The steps whose times are remembered: enough for a median.
 _NUM_REMEMBERED = 9
 
@@ -39,7 +42,6 @@ class Execution:
         schedule: what to do; legal for a chain of that length.
         chain: what the stages cost, where it is known.
         tier: where values go that leave the device.
-        handler: called in place of the model.
         checks: which values of recomputed stages are compared with those of their first run.
     """
 
@@ -50,7 +52,6 @@ class Execution:
         schedule: Schedule,
         chain: Chain | None,
         tier: Tier,
-        handler: Callable[..., Any],
         *,
         checks: Checks = Checks.SPOT,
     ) -> None:
@@ -62,16 +63,22 @@ class Execution:
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
         layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
-        self._interception = Interception(model, layout.units, handler)
+        self._interception = Interception(model, layout.units, self._handle)
+        self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(
             model, coarse.split, layout, program, tier, checks=checks, variants=variants, functions=functions
         )
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
-    def install(self) -> None:
-        """Step between the model and its callers."""
+    def install(self, handler: CallHandler) -> None:
+        """Step between the model and its callers; from now on `handler(plain, args, kwargs)` is called in its place."""
+        self.handler = handler
         self._interception.install()
+
+    def _handle(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.handler is not None
+        return self.handler(plain, args, kwargs)
 
     def remove(self) -> None:
         """Step out."""

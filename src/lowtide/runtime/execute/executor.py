@@ -8,7 +8,8 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ class StageRun:
         "saves_last_before_a_product",
         "spot_check",
         "tape",
+        "trained",
         "versions",
     )
 
@@ -74,6 +76,7 @@ class StageRun:
         self.mark: Mark | None = None
         self.parameters: list[nn.Parameter] = []
         self.versions: list[int] = []
+        self.trained: list[bool] = []
         self.requires_grad = False
         self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
@@ -116,7 +119,7 @@ class Step:
         source = self._input_of(k)
         if tape is not None:
             if k > 1 and tape.calls:  # else the model has left it out
-                self.machine.reads[k - 1] = (self._alive[k - 1], frozenset(tape.inputs))
+                self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
                 source.keep_only(tape.inputs)
         if sorter is not None:
@@ -124,6 +127,12 @@ class Step:
             inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
             sorter.finish(inputs, self._fixed(tape))
         self._produce(operation, k, self._wanted(k, outputs), sorter)
+
+    def watch_reads(self, k: int) -> None:
+        """Stage k begins: keep what it turns out to read of the stage before, also where no step before has."""
+        tape, source = self.runs[k].tape, self._input_of(k)
+        if tape is not None and source is not None:
+            tape.on_input = source.add
 
     def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
@@ -228,7 +237,7 @@ class Step:
             assert mode is not None
             self._repeat(operation, mode)
         elif isinstance(operation, Backward):
-            if self._filled > operation.stage and torch._C._autograd._get_current_graph_task_keep_graph():
+            if self._filled > operation.stage:
                 self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
             self._forget(operation.stage)
         elif isinstance(operation, Offload):
@@ -314,7 +323,9 @@ class Step:
     ) -> list[torch.Tensor]:
         run = self.runs[k]
         ends_early = sorter is None and self._may_end_early(k)
-        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, ends_early=ends_early)
+        assert run.tape is not None
+        may_end_in = run.tape.may_end_in if ends_early else None
+        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, may_end_in)
         check, run.spot_check = run.spot_check, None  # the first recomputation of a step is looked at
         try:
             try:
@@ -357,6 +368,7 @@ class Step:
         with (
             _MarkedAsRecomputing(),
             environment.rewound(mark, earlier),
+            _trained_as_then(run),
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
             torch.enable_grad(),
@@ -423,6 +435,19 @@ def _copying(pack: Pack, addresses: set[int]) -> Pack:
         return pack(tensor if own else tensor.detach().clone())
 
     return copying
+
+
+@contextmanager
+def _trained_as_then(run: StageRun) -> Iterator[None]:
+    """Train the parameters that the first run trained: some may have been frozen since, or begun to be trained."""
+    changed = [p for p, trained in zip(run.parameters, run.trained, strict=True) if p.requires_grad != trained]
+    try:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 class _MarkedAsRecomputing:

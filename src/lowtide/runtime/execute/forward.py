@@ -79,6 +79,7 @@ class ExecutedForward(StagedForward):
         super().begin_stage(k)
         run, mode = step.runs[k], step.program.modes[step.program.first[k]]
         run.tape = self.tape
+        step.watch_reads(k)
         self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
         if mode is not Mode.NATIVE:
@@ -110,6 +111,7 @@ class ExecutedForward(StagedForward):
             raise ExecutionError(self.tape.refusal)
         run.parameters = self.machine.parameters_of(k)
         run.versions = versions_of(run.parameters)
+        run.trained = [parameter.requires_grad for parameter in run.parameters]
         self._random = None
         if self._before is not None:
             assert self.tape is not None

@@ -16,8 +16,8 @@ from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.containers import Held
-from lowtide.runtime.model.interception import is_compiled
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout
 from lowtide.runtime.state.environment import Environment, is_buffer_of
@@ -79,7 +79,7 @@ class Machine:
         """The stages that have run again at least once."""
         self._lock = threading.RLock()
         self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
-        self._setting: set[int] = set()  # the stages in which code between calls sets a generator
+        self._sets_generators = False  # whether code between calls was seen to set one
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._storages: dict[int, set[int]] = {}
@@ -145,7 +145,7 @@ class Machine:
         return k not in self._compiled
 
     def buffers_among(self, helds: Iterable[Held]) -> list[tuple[str, torch.Tensor, int]]:
-        """Which of the tensors that a tape holds are buffers of the model: with names, and versions when it read them."""
+        """The buffers of the model among the tensors that a tape holds: with names, and versions when it read them."""
         found = []
         for held in helds:
             name = self._buffer_names.get(id(held.tensor))
@@ -169,6 +169,11 @@ class Machine:
         found = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         self._storages[k] = found
         return found
+
+    def note_reads(self, k: int, alive: frozenset[int], read: frozenset[int]) -> None:
+        """The next stage has read some of the tensors that stage k left; those that it read in earlier steps stay."""
+        then, earlier = self.reads.get(k, (alive, frozenset()))
+        self.reads[k] = (alive, read | earlier if then == alive else read)
 
     def buffer_storages_of(self, k: int) -> set[int]:
         """The addresses of the storages that the buffers of stage k have now."""
@@ -194,13 +199,12 @@ class Machine:
 
     def watch_of(self, k: int) -> GeneratorWatch:
         """What notices generators that are set between the calls of stage k."""
-        return GeneratorWatch(self.generators, reads_all=k in self._setting or k not in self._probed)
+        return GeneratorWatch(self.generators, reads_all=self._sets_generators or k not in self._probed)
 
     def note_generators(self, k: int, *, are_set: bool) -> None:
         """Stage k has run, and its code between calls was seen to set generators or not."""
         self._probed.add(k)
-        if are_set:
-            self._setting.add(k)
+        self._sets_generators |= are_set
 
     # Threads
 

@@ -10,8 +10,10 @@ Hooks switch off autograd's own check for in-place changes, so a filled placehol
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +48,7 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 Sink = Callable[[torch.Tensor], None]
 """What is done with each tensor that a run saves, in order."""
+MayEnd = Callable[[FrameType], bool]
 
 
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
@@ -110,12 +113,13 @@ class Placeholders:
 
         return unpack
 
-    def repeated_run(self, sink: Sink | None, *, ends_early: bool = False) -> RepeatedRun:
+    def repeated_run(self, sink: Sink | None, may_end_in: MayEnd | None = None) -> RepeatedRun:
         """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders.
 
-        With `ends_early` it raises `EndOfRunError` when as many tensors are there as the first run saved.
+        With `may_end_in` it raises `EndOfRunError` when as many tensors are there as the first run saved, in a frame in
+        which that may be.
         """
-        return RepeatedRun(self, sink, len(self._shapes) if ends_early else None)
+        return RepeatedRun(self, sink, len(self._shapes), may_end_in)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Compare what a repeated forward saved with what the first did.
@@ -164,17 +168,20 @@ class RepeatedRun:
     Args:
         placeholders: for which it runs.
         sink: is handed each tensor.
-        num_wanted: the run is ended when so many are there; None: it ends by itself.
+        num_wanted: how many there are to be.
+        may_end_in: whether the run can be ended, when so many are there, in a frame; None: it ends by itself.
     """
 
     __slots__ = ("_placeholders", "_sink", "_versions", "pack", "tensors")
 
-    def __init__(self, placeholders: Placeholders, sink: Sink | None, num_wanted: int | None) -> None:
+    def __init__(
+        self, placeholders: Placeholders, sink: Sink | None, num_wanted: int, may_end_in: MayEnd | None
+    ) -> None:
         self._placeholders = placeholders
         self._sink = sink
         self.tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self.pack: Pack = self._packing() if num_wanted is None else self._packing_until(num_wanted)
+        self.pack: Pack = self._packing() if may_end_in is None else self._packing_until(num_wanted, may_end_in)
 
     def _packing(self) -> Pack:
         note, note_version, sink = self.tensors.append, self._versions.append, self._sink
@@ -187,12 +194,12 @@ class RepeatedRun:
 
         return pack
 
-    def _packing_until(self, num_wanted: int) -> Pack:
+    def _packing_until(self, num_wanted: int, may_end_in: MayEnd) -> Pack:
         pack, tensors = self._packing(), self.tensors
 
         def pack_until(tensor: torch.Tensor) -> None:
             pack(tensor)
-            if len(tensors) == num_wanted:
+            if len(tensors) == num_wanted and may_end_in(sys._getframe(1)):
                 raise EndOfRunError
 
         return pack_until

@@ -77,6 +77,11 @@ class Activation:
         self.cargo = (cargo or Cargo()) if movable else None
         self.leaves = {number: Leaf(tensor, self.cargo, fixed) for number, tensor in tensors.items()}
 
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """Take in a tensor that the next stage reads, and that no step before has read; it does not move."""
+        if number not in self.leaves:
+            self.leaves[number] = Leaf(tensor, None, ())
+
     def keep_only(self, numbers: Iterable[int]) -> None:
         """Let go the tensors that the next stage turned out not to read; not for those that move."""
         if self.cargo is None:
@@ -87,12 +92,6 @@ class Activation:
         """Inputs for a repeated run of the next stage; buffers among them, which `is_state` knows, are put back."""
         if self.cargo is not None:
             self.cargo.arrive()
-        missing = [number for number in numbers if number not in self.leaves]
-        if missing:
-            raise ExecutionError(
-                f"the stage after {self.name!r} reads another of its tensors than in the steps before; what is done "
-                "between stages, in hooks too, must be the same in each step"
-            )
         return {number: self.leaves[number].tensor(self.name, is_state) for number in numbers}
 
     def offload(self, tier: Tier) -> int:

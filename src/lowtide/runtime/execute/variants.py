@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import PlanError
-from lowtide.runtime.compile.compiled import Choice, choice_of
+from lowtide.runtime.compile.compiled import VariantChoice, choice_of
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.model.split import Split
 
@@ -28,7 +28,7 @@ class StageVariants:
 
     __slots__ = ("_choice", "_indices")
 
-    def __init__(self, choice: Choice | None, indices: tuple[int, ...] = ()) -> None:
+    def __init__(self, choice: VariantChoice | None, indices: tuple[int, ...] = ()) -> None:
         self._choice = choice
         self._indices = indices
 

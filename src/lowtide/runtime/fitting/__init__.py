@@ -1,1 +1,1 @@
-"""Finds a schedule that keeps the budget: measure, solve, try, and accept or refuse."""
+"""Finds a schedule within the budget: measure, solve, try, and accept or refuse."""

@@ -1,4 +1,4 @@
-"""Several processes that train one model take one plan: rank 0's."""
+"""Processes that train one model together share one plan: rank 0's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_first() -> bool:
 
 
 def share(values: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Rank 0's plain data on every rank.
+    """Send rank 0's plain data to every rank.
 
     Args:
         values: on rank 0 the data; None where it failed, so that the others do not wait forever.
@@ -36,7 +36,7 @@ def share(values: dict[str, Any] | None, device: torch.device) -> dict[str, Any]
     length = torch.tensor([len(text)], dtype=torch.long, device=place)
     dist.broadcast(length, src=0)
     if not int(length.item()):
-        raise PlanError("rank 0 could not make a plan; its own message says why")
+        raise PlanError("rank 0 could not make a plan; see its own error")
     data = torch.empty(int(length.item()), dtype=torch.uint8, device=place)
     if text:
         data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))

@@ -1,59 +1,40 @@
-"""`lowtide.fit` and `lowtide.load_plan`: state a budget, train as before."""
+"""`lowtide.fit`: state a budget, train as before."""
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.chain import Chain
-from lowtide.errors import (
-    ChainError,
-    InfeasibleBudgetError,
-    LowtideWarning,
-    PlanError,
-    SampleError,
-    ScheduleError,
-    shown,
-)
-from lowtide.files import read_json
-from lowtide.runtime.capture.capture import StageNames, check_arguments
+from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, SampleError, shown
+from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.execute.checks import Checks
-from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
-from lowtide.runtime.fitting.planning import Planned, corrected, plan_for
-from lowtide.runtime.fitting.solving import Settings, host_bytes, solution_for
-from lowtide.runtime.measure.weights import Optimizer, optimizer_in_use
+from lowtide.runtime.fitting.solving import Settings, solution_for
+from lowtide.runtime.fitting.trials import Planned, corrected, plan_for
+from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.model.split import Split
-from lowtide.runtime.plan.attach import check_is_model, check_legal, device_of, tier_for
-from lowtide.runtime.plan.plan import FORMAT, Handler, Part, Plan, attached_plan
-from lowtide.runtime.plan.signature import Signature, fingerprint, trained_of
+from lowtide.runtime.plan.attach import check_is_model, device_of
+from lowtide.runtime.plan.load import plan_from_dict
+from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
+from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
-from lowtide.schedule import Schedule
 from lowtide.strategies.base import AUTO, find
 from lowtide.units import (
     format_bandwidth,
-    format_bytes,
     is_unlikely_bandwidth,
     parse_bandwidth,
     parse_budget,
     parse_bytes,
 )
-
-# The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
-_NUM_WATCHED = 3
 
 # Without an optimizer, the state of the one that most people train with is allowed for.
 _ASSUMED_OPTIMIZER = "adam"
@@ -123,6 +104,7 @@ def fit(
     """
     check_is_model(model)
     check_arguments(model, stages, loss)
+    check_has_data(model)
     if progress is not None and not callable(progress):
         raise PlanError(f"progress is {shown(progress)}, expected a function of what is being done and the share done")
     if strategy != AUTO:
@@ -147,10 +129,10 @@ def fit(
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
     )
-    fitting = _Fitting(model, settings)
+    planner = _Fitting(model, settings)
     if not is_distributed():
-        return fitting.plan(Sample.of(sample), replan=replan)
-    return _shared(fitting, Sample.of(sample), model)
+        return Plan(model, planner.part(Sample.of(sample)), planner, replan=replan)
+    return _shared(planner, Sample.of(sample), model)
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:
@@ -165,19 +147,19 @@ def _given_bandwidth(bandwidth: int | str) -> int:
     return rate
 
 
-def _shared(fitting: _Fitting, sample: Sample, model: nn.Module) -> Plan:
+def _shared(planner: _Fitting, sample: Sample, model: nn.Module) -> Plan:
     """Rank 0's plan on every rank. Ranks may see different shapes, so all shapes run under the one schedule."""
     values: dict[str, Any] | None = None
     if is_first():
         try:
-            with fitting.plan(sample, replan=False) as plan:
+            with Plan(model, planner.part(sample), planner) as plan:
                 checked = None if plan.signature is None else plan.signature.to_dict()
                 values = {**plan.to_dict(), "signature": None, "checked": checked}
         except BaseException:
             share(None, device_of(model))
             raise
-    options = fitting.settings
-    return plan_from_dict(share(values, device_of(model)), model, host_memory_budget=options.host_memory_budget)
+    limit = planner.settings.host_memory_budget
+    return plan_from_dict(share(values, device_of(model)), model, host_memory_budget=limit)
 
 
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
@@ -191,7 +173,7 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
 
 
 class _Fitting:
-    """One `fit`: makes the first part of a plan, parts for other shapes, and corrects what a real step shows."""
+    """One `fit`: makes the first part of a plan, and is its planner afterwards."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model = model
@@ -199,21 +181,10 @@ class _Fitting:
         self._device = device_of(model)
         self._compiled: list[CompiledStages] = []
         self._planned: dict[Signature, Planned] = {}
-        self._corrected = False
 
-    def plan(self, sample: Sample, *, replan: bool) -> Plan:
-        """The plan, attached."""
-        return Plan(
-            self._model,
-            lambda handler: self.part(sample, handler),
-            replan=self._another if replan else None,
-            watch=self._watch if self._device.type == "cuda" else None,
-            undo=self._undo,
-        )
-
-    def part(self, sample: Sample, handler: Handler, settings: Settings | None = None) -> Part:
+    def part(self, sample: Sample, settings: Settings | None = None) -> Part:
         """Plan for one signature of calls."""
-        self._undo()
+        self.remove()
         settings = settings or self.settings
         try:
             with preserved(self._model):
@@ -227,33 +198,34 @@ class _Fitting:
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
-        signature = self._signature_of(sample.args, sample.kwargs)
-        self._planned[signature] = planned
-        _forget_peak(self._device)  # of measuring and of trials: steps are watched
-        return self._part(planned, signature, handler)
+        return self._part(planned, self._signature_of(sample.args, sample.kwargs))
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
         return Signature.of(args, kwargs, self._device.type, trained_of(self._model.parameters()))
 
-    def _undo(self) -> None:
+    def remove(self) -> None:
+        """Take compiled stages out of the model."""
         for compiled in self._compiled:
             compiled.remove()
 
-    def _part(self, planned: Planned, signature: Signature | None, handler: Handler) -> Part:
+    def _part(self, planned: Planned, signature: Signature) -> Part:
+        self._planned[signature] = planned
         return Part(
-            planned.execution(self._model, self.settings, handler),
+            planned.execution(self._model, self.settings),
             signature,
             self.settings.memory_budget,
             self.settings.bandwidth,
             planned.rehearsed_peak_bytes,
             planned.notes,
-            self._compiled[-1].compilation if self._compiled else None,
+            self._compiled[-1] if self._compiled else None,
         )
 
-    def _another(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
+    def part_for(self, sample: Sample, observed: Observed) -> Part:
         """Plan for a call of a training step; where the model fails on it, its own error comes through."""
+        if observed.exceeded is not None:
+            return self._corrected(observed.exceeded, observed.peak_bytes)
         try:
-            return self._part_for(args, kwargs, handler)
+            return self._part_for(sample, observed)
         except SampleError as error:
             original = error.__cause__ or error
         try:
@@ -261,50 +233,29 @@ class _Fitting:
         finally:
             del original  # its traceback has this frame, and with it the batch
 
-    def _part_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler) -> Part:
-        sample = Sample(args, kwargs)
-        signature = self._signature_of(args, kwargs)
-        settings = replace(self.settings, optimizer=optimizer_in_use(self._model, self.settings.optimizer))
+    def _part_for(self, sample: Sample, observed: Observed) -> Part:
+        signature, settings = self._signature_of(sample.args, sample.kwargs), self.settings
+        if observed.optimizer is not None and not isinstance(settings.optimizer, torch.optim.Optimizer):
+            settings = replace(settings, optimizer=observed.optimizer)
         if self._compiled and any(signature.fits_within(other) for other in self._planned):
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:
-                return self.part(sample, handler, replace(settings, compilation=compilation))
+                return self.part(sample, replace(settings, compilation=compilation))
             except InfeasibleBudgetError:
                 pass
-        return self.part(sample, handler, settings)
+        return self.part(sample, settings)
 
-    def _watch(self, plan: Plan, num_steps: int) -> None:
-        """After each of the first steps: did it stay within the budget? If not, correct the prediction, once."""
-        if not 1 <= num_steps <= _NUM_WATCHED or self._corrected or plan.signature not in self._planned:
-            return
-        peak, budget = torch.cuda.max_memory_allocated(self._device), self.settings.memory_budget
-        if peak <= budget:
-            return
-        self._corrected = True
-        planned = self._planned[plan.signature]
+    def _corrected(self, part: Part, peak_bytes: int) -> Part:
+        """The same stages with a schedule for what a real step took."""
+        assert part.signature is not None
+        planned = self._planned[part.signature]
         solution = planned.solution
-        more = peak - solution.peak_bytes
-        warnings.warn(
-            f"a step took {format_bytes(peak)} where {format_bytes(solution.peak_bytes)} was predicted and "
-            f"{format_bytes(budget)} is the budget; planning again with {format_bytes(max(0, more))} more set aside "
-            "(give loss= and optimizer= to have them counted from the start)",
-            LowtideWarning,
-            stacklevel=4,
-        )
         try:
-            better = solution_for(corrected(solution.chain, more), self.settings)
+            better = solution_for(corrected(solution.chain, peak_bytes - solution.peak_bytes), self.settings)
         except InfeasibleBudgetError as error:
             raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
-        planned = replace(planned, solution=better, rehearsed_peak_bytes=None)
-        self._planned[plan.signature] = planned
-        plan.use_another(partial(self._part, planned, plan.signature))
-        _forget_peak(self._device)
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        return self._part(replace(planned, solution=better, rehearsed_peak_bytes=None), part.signature)
 
 
 def _apart(sample: Sample) -> Sample:
@@ -315,94 +266,3 @@ def _apart(sample: Sample) -> Sample:
 
     args, kwargs = build(template((sample.args, dict(sample.kwargs)), encode), [])
     return Sample(args, kwargs)
-
-
-def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
-    """Attach a plan that was saved with `plan.save`.
-
-    Args:
-        path: the file.
-        model: the same model as then, on the same kind of device.
-        host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
-
-    Raises:
-        PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
-            what is other than planned. Calls with other shapes are refused when they come.
-    """
-    values = read_json(path, PlanError)
-    try:
-        return plan_from_dict(values, model, host_memory_budget=host_memory_budget)
-    except (PlanError, ChainError, ScheduleError) as error:
-        raise PlanError(f"{os.fspath(path)}: {error}") from None
-
-
-def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
-    """Attach a plan from its plain data; see `load_plan`."""
-    check_is_model(model)
-    if not isinstance(values, Mapping):
-        raise PlanError(f"a plan is a JSON object, not {shown(values)}")
-    if values.get("format") != FORMAT:
-        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; plan.save writes such a file")
-    _check_fingerprint(values.get("model"), fingerprint(model))
-    split = _split_from(values.get("split"))
-    schedule = Schedule.from_dict(values.get("schedule") or {})
-    chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
-    check_legal(schedule, split.num_stages)
-    signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
-    compilation = None if values.get("compilation") is None else Compilation.from_dict(values["compilation"])
-    checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])
-    numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
-    bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
-    compiled: list[CompiledStages] = []
-    needed = 0 if chain is None else host_bytes(chain, schedule)
-    tier = tier_for(model, host_memory_budget, needed)
-
-    def undo() -> None:
-        for stages in compiled:
-            stages.remove()
-
-    def make(handler: Handler) -> Part:
-        if compilation is not None:
-            compiled.append(compilation.of(model, split))
-        try:
-            execution = Execution(model, split, schedule, chain, tier, handler)
-        except BaseException:
-            undo()
-            raise
-        return Part(
-            execution,
-            signature,
-            numbers["memory_budget"],
-            bandwidth,
-            numbers["rehearsed_peak_bytes"],
-            compilation=compilation,
-            checked=checked,
-        )
-
-    return Plan(model, make, undo=undo)
-
-
-def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
-    if not isinstance(saved, Mapping):
-        raise PlanError(f"model is {shown(saved)}, expected the fingerprint of a model")
-    for part, value in now.items():
-        if saved.get(part) != value:
-            raise PlanError(
-                f"the model's {part} are other than when the plan was made; fit this model again"
-                if part != "device"
-                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}; "
-                "move the model there, or fit it again"
-            )
-
-
-def _split_from(values: Any) -> Split:
-    try:
-        return Split.from_dict(values)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise PlanError(f"split is not well formed: {shown(json.dumps(values))}") from None
-
-
-def _whole_number(name: str, value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    raise PlanError(f"{name} is {shown(value)}, expected whole bytes or null")

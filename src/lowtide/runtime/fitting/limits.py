@@ -1,4 +1,4 @@
-"""What a machine has: memory on the device and on the lower tier, and what an optimizer's step takes on top."""
+"""How much memory there is on the device and on the lower tier, and what an optimizer step needs on top."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOST_SHARE = 0.8
 
 
 def device_budget(device: torch.device) -> int:
-    """What is free, and what this process has there already, less a reserve, in bytes."""
+    """What is free plus what this process already uses, minus a reserve, in bytes."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -29,14 +29,14 @@ def device_budget(device: torch.device) -> int:
 
 
 def host_budget(device: torch.device) -> int:
-    """What the lower tier may take without being told: of host memory for CUDA, of the temporary folder for the CPU."""
+    """The default limit of the lower tier: host memory for CUDA, the temporary folder for the CPU."""
     if device.type == "cuda":
         return int(_free_host_bytes() * _HOST_SHARE)
     return int(shutil.disk_usage(tempfile.gettempdir()).free * _HOST_SHARE)
 
 
 def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> int:
-    """What an optimizer's step allocates for its own duration, as torch's do it.
+    """What an optimizer step allocates while it runs, for torch's optimizers.
 
     On CUDA they work on all parameters at once and make a copy of each (the denominator of Adam, decayed gradients); on
     the CPU on one after the other, with two copies of it; a fused one makes none.

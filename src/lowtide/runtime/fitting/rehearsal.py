@@ -26,7 +26,7 @@ _MORE_STEPS = {"cuda": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """What a step of training is made of besides the model.
 
     Args:
@@ -56,14 +56,14 @@ class Rehearsal:
 
 
 def rehearse(
-    model: nn.Module, step: Step, execution_for: Callable[[Callable[..., Any]], Execution], *, num_timed: int = 0
+    model: nn.Module, step: TrainingStep, execution_for: Callable[[], Execution], *, num_timed: int = 0
 ) -> Rehearsal:
     """Run steps under a schedule without leaving a trace.
 
     Args:
         model: the model.
         step: how it is trained.
-        execution_for: makes the execution, given who is to be called in place of the model.
+        execution_for: makes the execution.
         num_timed: how many steps to time after the first; on CUDA there is one more in any case.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -72,13 +72,13 @@ def rehearse(
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
 
-    holder.append(execution_for(call))
+    holder.append(execution_for())
     let_go(device)
     set_aside_bytes = _gradient_bytes(model)
     state = _state_to_come(model, step.optimizer)
     found = Cells(model.named_modules()).look()
     with preserved(model), torch.enable_grad():
-        holder[0].install()
+        holder[0].install(call)
         try:
             _set_gradients(model, resident=step.grads_resident)
             carried = _carried(model)
@@ -91,8 +91,8 @@ def rehearse(
                         # `preserved` keeps what the first step replaced, which training lets go on the way. So one
                         # more first step begins with what the last one made, and the former is not counted.
                         holder.pop().remove()
-                        holder.append(execution_for(call))
-                        holder[0].install()
+                        holder.append(execution_for())
+                        holder[0].install(call)
                         meter.reset_peak()
                     found.restore_sequences()
                     _set_gradients(model, resident=step.grads_resident)
@@ -131,7 +131,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _run(model: nn.Module, step: Step) -> None:
+def _run(model: nn.Module, step: TrainingStep) -> None:
     result = step.sample.call(model)
     target = result if step.loss is None else step.loss(result)
     if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):

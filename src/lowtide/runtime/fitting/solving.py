@@ -13,8 +13,7 @@ from lowtide.runtime.capture.capture import StageNames
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.measure.weights import Optimizer
-from lowtide.runtime.transfer.arena import rounded
-from lowtide.schedule import Offload, Schedule
+from lowtide.runtime.plan.attach import host_bytes
 from lowtide.solve import Solution, solve
 
 # What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.
@@ -129,16 +128,3 @@ def _counted_seconds(solution: Solution) -> float:
 def with_reruns_counted(chain: Chain) -> Chain:
     """A chain to solve for: each forward takes a little longer, so that one more of them must be worth it."""
     return chain.with_times(lambda seconds: seconds + _RERUN_SECONDS, lambda seconds: seconds)
-
-
-def host_bytes(chain: Chain, schedule: Schedule) -> int:
-    """What the lower tier must hold at the most: every value that is offloaded, once."""
-    values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
-    total = 0
-    for kind, k in values:
-        stage = chain.stages[k - 1] if k else None
-        if kind == "a":
-            total += rounded(chain.activation_bytes(k))
-        elif stage is not None:
-            total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
-    return total

@@ -1,1 +1,1 @@
-"""Stages to a `Chain`: seconds and bytes, measured stage by stage."""
+"""Measures the seconds and bytes of each stage, as a `Chain`."""

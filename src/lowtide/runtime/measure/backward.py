@@ -1,7 +1,7 @@
-"""One stage's backward by itself, with memory let go as it is within a whole step.
+"""The backward of one stage alone, with memory freed as in a whole step.
 
 Within a step, when the backward of stage k begins, its output and the gradient of that output are in autograd's hands
-alone, and are let go as soon as the first nodes have used them: a convolution's backward behind a ReLU's finds neither
+alone, and are freed as soon as the first nodes have used them: a convolution's backward behind a ReLU's finds neither
 any more. Whoever measures a stage must not hold them either.
 """
 
@@ -32,12 +32,12 @@ class BackwardStart:
 
     @classmethod
     def held(cls, starts: Sequence[torch.Tensor], also: Any = ()) -> BackwardStart:
-        """The caller has the tensors and their gradients, and keeps them."""
+        """The caller keeps the tensors and their gradients."""
         return cls(list(starts), [torch.ones_like(tensor) for tensor in starts], 0, also)
 
     @classmethod
     def owned_by_graph(cls, starts: Sequence[torch.Tensor], also: Any = ()) -> BackwardStart:
-        """The graph alone has the tensors, and autograd makes and owns their gradients."""
+        """Only the graph holds the tensors, and autograd makes and owns their gradients."""
         if not starts:
             return cls([], [], 0, also)
         with torch.enable_grad():
@@ -53,10 +53,10 @@ class BackwardStart:
 
 
 def wait_for_autograd(device: torch.device) -> None:
-    """Wait until autograd holds nothing of the last backward any more.
+    """Wait until autograd has freed everything of the last backward.
 
     On CUDA it runs in a thread of its own, which says that it is done while it still has its last gradient in hand, and
-    turns to this backward of nothing when it has let go. On a busy machine with an H200 the gradient was still there in
+    turns to this empty backward when it has freed it. On a busy machine with an H200 the gradient was still there in
     15 of 1500 tries, and in none after waiting. It may count as there before whatever is counted next, which then seems
     to take less: presumably why a prediction was once too low by the 50 MiB of an embedding's gradient.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import BackwardStart, wait_for_autograd
 from lowtide.runtime.measure.stage_figures import StageFigures, with_held_gradients
 from lowtide.runtime.measure.stages import (
-    Saved,
+    SavedForm,
     StagedModel,
     attributes_behind,
     leaves_behind,
@@ -200,7 +201,7 @@ class Measurer:
 
     def advance(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of the stage after k, as the first run made them; after the last stage the result is checked."""
-        staged, saved = self._staged, list[Saved]()
+        staged, saved = self._staged, list[SavedForm]()
         # Under a meter, as the first run was: some functions (ctc_loss) save other tensors while they are watched.
         metered = Meter(self._device, search=False)
         with metered, nothing_saved(saved):
@@ -230,11 +231,11 @@ class Measurer:
     def _forward_until_saved(self, k: int, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run stage k until the last tensor that it saves is there, as a step does when nobody wants its output."""
         saved: list[torch.Tensor] = []
-        num_saved = self._staged.num_saved(k)
+        num_saved, stage = self._staged.num_saved(k), self._staged.stage(k)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor.detach())
-            if len(saved) == num_saved:
+            if len(saved) == num_saved and stage.may_end_in(sys._getframe(1)):
                 raise EndOfRunError
             return saved[-1]
 
@@ -253,7 +254,9 @@ class Measurer:
 
             def pack(tensor: torch.Tensor) -> torch.Tensor:
                 saved.update(storages_of(tensor))
-                return meter.see(tensor)  # what compiled code saves is seen so
+                # What compiled code saves is seen so. Without its history: what a node saves of its own output would
+                # hold the node, and where backward never comes nobody ends that.
+                return meter.see(tensor.detach())
 
             with torch.autograd.graph.saved_tensors_hooks(pack, _as_it_is):
                 run = self._forward(k, leaves)

@@ -32,7 +32,7 @@ from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
-from lowtide.runtime.capture.capture import StageNames, capture
+from lowtide.runtime.capture.capture import StageNames, capture, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import wait_for_autograd
 from lowtide.runtime.measure.figures import Progress, measured_stages
@@ -74,7 +74,7 @@ def measure(
     """Measure what each stage of a model costs.
 
     Args:
-        model: any module, on the CPU or a CUDA device; it is left as it was.
+        model: any module, on the CPU or a CUDA device; it is not changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
         stages: the stages by hand; see `lowtide.runtime.capture.capture.capture`. None: the finest useful chain.
         loss: what the training loop computes from the model's result; None: the loss in the result where there is one.
@@ -99,6 +99,8 @@ def measure(
         >>> measure(model, torch.zeros(2, 4)).num_stages
         2
     """
+    check_arguments(model, stages, loss)
+    check_has_data(model)
     _, chain = capture_and_measure(
         model,
         sample,
@@ -122,7 +124,7 @@ def capture_and_measure(
     loss: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> tuple[Split, Chain]:
-    """The split and the chain of a model; arguments as for `measure`."""
+    """Split and measure a model; arguments as for `measure`."""
 
     def work(split: Split) -> Chain:
         return measure_split(model, split, sample, loss=loss, **options)
@@ -141,7 +143,7 @@ def capture_for(
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
-    Where a stage turns out to do something else when it runs again, the model is cut less finely there.
+    If a stage does something else when it is recomputed, the model is cut less finely there.
     """
     closed: frozenset[str] = frozenset()
     for _ in range(_MOST_ATTEMPTS):
@@ -153,7 +155,7 @@ def capture_for(
             if stages is not None or not opened - closed:
                 raise
             closed |= opened
-    raise CaptureError(f"no stages were found that can be run again, in {_MOST_ATTEMPTS} attempts; name them by hand")
+    raise CaptureError(f"found no stages that can be recomputed in {_MOST_ATTEMPTS} attempts; name them with stages=")
 
 
 def opened_in(model: nn.Module, split: Split, k: int) -> frozenset[str]:
@@ -233,24 +235,24 @@ def measure_split(
 
 
 def overhead_on(device: torch.device) -> tuple[Timing, Timing]:
-    """What running each stage by itself adds to forward and backward; nothing on the CPU, where nothing is launched."""
+    """What running each stage separately adds to forward and backward; nothing on the CPU."""
     return stage_overhead(device) if device.type == "cuda" else (NOTHING, NOTHING)
 
 
 def device_of(model: nn.Module, sample: Sample) -> torch.device:
-    """Where a model runs; one device only."""
+    """The one device of a model."""
     devices = {tensor.device for tensor in model.parameters()} or {tensor.device for tensor in sample.tensors()}
     if len(devices) != 1:
         raise CaptureError(
-            f"the model lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
-            "move it to one, model.to(device)"
+            f"the model is on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); "
+            "move it to one with model.to(device)"
         )
     return devices.pop()
 
 
 @contextmanager
 def _no_autocast_cache(device: torch.device, compiled: CompiledStages | None) -> Iterator[None]:
-    """Each stage casts its own weights: a cache would keep the casts of stages whose data are let go.
+    """Turn off autocast's cache, which would keep the casts of stages whose data are freed.
 
     Compiled code is compiled anew where that switch is another, so it is left alone where there is no autocast.
     """
@@ -331,7 +333,7 @@ def _paced_seconds(figures: Sequence[StageFigures], overhead: tuple[Timing, Timi
 
 
 def _gone_bytes(figures: Sequence[StageFigures], k: int, figure: StageFigures) -> int:
-    """What of a[k-1] is let go when stage k, run as these figures say, has saved what its backward needs."""
+    """What of a[k-1] is freed once stage k has saved what its backward needs."""
     if k == 1:
         return 0
     return min(unsaved_input_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
@@ -342,7 +344,7 @@ def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes
 
 
 def _not_dominated(stage: Stage, variants: Sequence[Variant]) -> list[Variant]:
-    """Those variants to which no other, nor the stage itself, is preferable in both time and bytes."""
+    """The variants that neither another variant nor the stage itself beats in both time and bytes."""
     kept: list[Variant] = []
     for variant in sorted(variants, key=lambda v: (v.saved_bytes, _seconds(v))):
         others: list[Stage | Variant] = [stage, *variants]

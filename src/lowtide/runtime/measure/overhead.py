@@ -1,4 +1,4 @@
-"""What running a stage by itself takes beyond the stage's own work."""
+"""What running a stage separately costs beyond the stage's own work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.runtime.model.split import Split, StageSplit, Unit
 
 
 def stage_overhead(device: torch.device) -> tuple[Timing, Timing]:
-    """What running a stage by itself takes beyond the stage's own work, in forward and in backward.
+    """What running a stage separately costs beyond the stage's own work, in forward and in backward.
 
     A stage of one view is measured as all others are: what it takes is finding the inputs, following the recording and
     calling autograd, once for each stage here and never, or once, within a step.

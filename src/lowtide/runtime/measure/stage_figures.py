@@ -1,4 +1,4 @@
-"""What was measured of the stages of a model, as numbers alone."""
+"""The measured figures of a model's stages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Origin = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What was measured of one stage.
+    """The measured figures of one stage.
 
     Args:
         output_bytes: the storages of what the next stage reads, or the caller after the last; held ones excepted.
         saved_bytes: what a forward that saves all leaves on the device, held tensors excepted.
         grad_bytes: the gradients of the outputs.
         forward_extra_bytes: the peak of a forward beyond what it leaves, whether it saves all or nothing.
-        saving_extra_bytes: the same of a forward that saves all; compiled code, which lets nothing go before its end,
+        saving_extra_bytes: the same of a forward that saves all; compiled code, which frees nothing before its end,
             takes much less beyond what it leaves then.
         backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its outputs and inputs;
-            below 0 where much is let go before these are made.
+            below 0 if much is freed before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
         own_held_bytes: tensors that it makes and that are held.
         saves_input: whether any of its input stays after its forward: for its backward, or as a part of its output.
@@ -83,7 +83,7 @@ class StageFigures:
 
 
 def unsaved_input_bytes(before: StageFigures, figure: StageFigures) -> int:
-    """The bytes of a stage's input that are let go when its forward is over: neither it nor its maker saves them.
+    """The bytes of a stage's input that are freed after its forward: neither it nor its maker saves them.
 
     A normalisation that computes in float32 saves its own copy, and so may compiled code that lays out its input anew.
 
@@ -98,7 +98,7 @@ def unsaved_input_bytes(before: StageFigures, figure: StageFigures) -> int:
 def with_held_gradients(figures: Sequence[StageFigures], num_bytes: Mapping[Origin, int]) -> list[StageFigures]:
     """The figures with the gradients of held tensors; each lives from its last reader's backward to its maker's.
 
-    A stage that runs forward again finds those of the stage whose backward comes next, itself or a later one.
+    A recomputed stage finds those of the stage whose backward comes next, itself or a later one.
 
     Args:
         figures: of each stage.

@@ -20,7 +20,7 @@ from lowtide.runtime.state.cells import Look
 from lowtide.runtime.state.recorded import RecordedState
 from lowtide.runtime.state.rng import Generators, State
 
-Saved = tuple[torch.Size, torch.dtype]  # the form of one tensor that autograd saves
+SavedForm = tuple[torch.Size, torch.dtype]  # the form of one tensor that autograd saves
 
 
 class UnfaithfulStageError(CaptureError):
@@ -53,7 +53,7 @@ class StagedModel:
         self._sample = sample.with_keywords(split.call_keywords)
         self._loss = loss
         self._stage = 1
-        self._saved: list[list[Saved]] = [[] for _ in range(self.num_stages + 1)]
+        self._saved: list[list[SavedForm]] = [[] for _ in range(self.num_stages + 1)]
         self._generators = Generators.of(model)
         self._random: list[State] = []
         self._state = RecordedState(model, split)
@@ -232,7 +232,7 @@ class StagedModel:
         """How many tensors stage k saved when the model ran, as often as each was saved."""
         return len(self._saved[k])
 
-    def check_saved(self, k: int, saved: list[Saved]) -> None:
+    def check_saved(self, k: int, saved: list[SavedForm]) -> None:
         """Refuse a stage that saved something else when it ran again."""
         if saved == self._saved[k]:
             return
@@ -265,7 +265,7 @@ class StagedModel:
 
 
 @contextmanager
-def nothing_saved(saved: list[Saved]) -> Iterator[None]:
+def nothing_saved(saved: list[SavedForm]) -> Iterator[None]:
     """Let go of everything that autograd saves in the block, and list it."""
 
     def pack(tensor: torch.Tensor) -> None:

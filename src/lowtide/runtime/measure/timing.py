@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lowtide.runtime.measure.counting import Counter, current_counter
+
 # How often a computation is timed: at least, and, as long as it has not taken `_ENOUGH_SECONDS` together, at most. On
 # CUDA, where runs in a row count, no more than the fewest come before them: a stage is timed three times over (forward,
 # forward until the last saved tensor, backward with a forward before each), and a network has up to hundreds of them.
@@ -72,12 +74,24 @@ def timed(computation: Callable[[], object], prepare: Callable[[], object] | Non
     """
     if device.type == "cuda":
         return _timed_on_cuda(computation, prepare)
+    counter = current_counter() if device.type == "meta" else None
+    if counter is not None:
+        return _counted(computation, prepare, counter)
     seconds: list[float] = []
     while _asks_for_more(seconds):
         if prepare is not None:
             prepare()
         seconds.append(_run_on_cpu(computation))
     return Timing(statistics.median(seconds), max(seconds) - min(seconds), 0.0, len(seconds))
+
+
+def _counted(computation: Callable[[], object], prepare: Callable[[], object] | None, counter: Counter) -> Timing:
+    """What a computation would take on a card that is not here."""
+    if prepare is not None:
+        prepare()
+    before = counter.seconds
+    computation()
+    return Timing(counter.seconds - before, num_runs=1)
 
 
 def _timed_on_cuda(computation: Callable[[], object], prepare: Callable[[], object] | None) -> Timing:

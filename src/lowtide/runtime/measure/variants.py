@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.runtime.compile.compiled import Choice
+from lowtide.runtime.compile.compiled import VariantChoice
 from lowtide.runtime.measure.stages import StagedModel, leaves_behind
 
 # Sums whose order is left open (attention's backward on CUDA) differ every time, but after rounding to 16 bits seldom
@@ -64,7 +64,13 @@ class VariantCheck:
     """
 
     def __init__(
-        self, staged: StagedModel, k: int, inputs: Sequence[torch.Tensor], choice: Choice, *, allow_rounding: bool
+        self,
+        staged: StagedModel,
+        k: int,
+        inputs: Sequence[torch.Tensor],
+        choice: VariantChoice,
+        *,
+        allow_rounding: bool,
     ) -> None:
         self._staged, self._k, self._choice = staged, k, choice
         self._leaves = staged.leaves(k, inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,32 +111,6 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
         for parameter in model.parameters():
             total += sum(_bytes_on(parameter.device, value) for value in optimizer.state.get(parameter, {}).values())
     return total
-
-
-def optimizer_in_use(model: nn.Module, given: Optimizer) -> Optimizer:
-    """In mid-training: the optimizer that trains the model, where only a kind was given and there is no doubt.
-
-    Its state is on the device by then, and would count once more as that of the kind. There is doubt where several
-    optimizers have parameters of the model: some may be left from before, or have yet to make their state. One that
-    stands around another, and shows what that has, does not count.
-    """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    found: list[tuple[torch.optim.Optimizer, set[int]]] = []
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.optim.Optimizer):
-            groups = vars(each).get("param_groups", ())
-            held = {id(parameter) for group in groups for parameter in group["params"]}
-            if held & trained:
-                found.append((each, held))
-    if len(found) != 1 or not trained <= found[0][1]:
-        return given
-    try:
-        optimizer_state_bytes(found[0][0], model.parameters())
-    except CaptureError:  # it has made no state for some of them, and nobody can say how much that will be
-        return given
-    return found[0][0]
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:

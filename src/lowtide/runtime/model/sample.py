@@ -1,4 +1,4 @@
-"""What a model is called with, and the tensors in it."""
+"""The arguments of a model's call, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ class Sample:
 
     @classmethod
     def of(cls, value: Any) -> Sample:
-        """Read what a user hands over: a tensor, a tuple (or list) of positional, a mapping of keyword arguments."""
+        """Read a sample: a tensor, a tuple (or list) of positional arguments or a mapping of keyword arguments."""
         if isinstance(value, Sample):
             return value
         if isinstance(value, torch.Tensor):
             return cls((value,))
         if not isinstance(value, Mapping | tuple | list):
             raise CaptureError(
-                f"the sample is {shown(value)}; give a tensor, a tuple of positional or a dict of keyword arguments"
+                f"the sample is {shown(value)}; pass a tensor, a tuple of positional or a dict of keyword arguments"
             )
         sample = cls((), dict(value)) if isinstance(value, Mapping) else cls(tuple(value))
         for name, argument in (*enumerate(sample.args), *sample.kwargs.items()):
             if isinstance(argument, Iterator):
                 raise CaptureError(
                     f"argument {name!r} of the sample is an iterator ({type(argument).__name__}), which can be read "
-                    "once, and the model runs several times; give a list"
+                    "only once, but the model runs several times; pass a list"
                 )
         return sample
 
     def with_keywords(self, keywords: Mapping[str, Any]) -> Sample:
-        """The same call with further keyword arguments; what the caller gave wins."""
+        """The same call with more keyword arguments; those of the caller win."""
         return Sample(self.args, {**keywords, **self.kwargs})
 
     def call(self, model: torch.nn.Module) -> Any:
-        """Call the model, with containers of its own each time: some models take out of them what they are given.
+        """Call the model with new containers each time, because some models take values out of them.
 
-        Generators are copies, too: the caller's own are to give the training loop what they would have given it.
+        Generators are copied too, so that the caller's own give the training loop the same numbers as before.
         """
         args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
         return model(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
@@ -73,7 +73,7 @@ def _own(value: Any) -> Any:
 
 
 def _described(value: Any) -> str:
-    """An argument as an error message shows it."""
+    """Format an argument for an error message."""
     if isinstance(value, torch.Tensor):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     plain = value is None or isinstance(value, str | int | float | bool)

@@ -22,9 +22,9 @@ there anyway.
   its making to the end of the step, on top of the chain. Masks, rotary tables, an encoder's output, the features of a
   dense block are held; their bytes, and those of their gradients, are in `base_bytes`.
 
-Which tensors these are follows from the run itself: whoever watches it sees what is made and read where. Capture also
+Which tensors these are follows from the run itself: watching it shows what is made and read where. Capture also
 promises that no tensor is changed in place by a later stage than the one that made it, and that no unit writes into the
-arguments that it is given (lists and dicts excepted: those are rebuilt whenever a stage is run again).
+arguments that it is given (lists and dicts excepted: those are rebuilt whenever a stage is recomputed).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Split:
     Args:
         stages: stage 1 first.
         call_keywords: keyword arguments that are added to each call of the model while it runs in stages, where the
-            caller does not give them (`use_cache=False`: a cache of keys and values would keep what is to be let go).
+            caller does not give them (`use_cache=False`: a cache of keys and values would keep what should be freed).
         held_bytes: the tensors held on top of the chain, each storage once.
         activation_bytes: all that the forward saves for backward, each storage once, without parameters and buffers.
         largest_stage_bytes: the most of these that one stage makes.

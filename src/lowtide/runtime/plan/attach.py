@@ -13,11 +13,12 @@ from lowtide.errors import PlanError, ScheduleError, shown
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.model.split import Split, StageSplit, Unit
-from lowtide.runtime.plan.plan import Handler, Part, Plan
+from lowtide.runtime.plan.plan import Part, Plan, attached_plan
+from lowtide.runtime.transfer.arena import rounded
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.runtime.transfer.file_tier import FileTier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
-from lowtide.schedule import Forward, Schedule, as_schedule
+from lowtide.schedule import Forward, Offload, Schedule, as_schedule
 from lowtide.simulate import simulate
 from lowtide.solve import Solution
 from lowtide.units import parse_bytes
@@ -70,12 +71,11 @@ def attach(
     checks = Checks.of(strict=strict, spot_checks=spot_checks)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
     bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
-
-    def make(handler: Handler) -> Part:
-        execution = Execution(model, split, schedule, chain, tier, handler, checks=checks)
-        return Part(execution, memory_budget=budget, bandwidth=bandwidth)
-
-    return Plan(model, make)
+    previous = attached_plan(model)
+    if previous is not None:
+        previous.detach()
+    execution = Execution(model, split, schedule, chain, tier, checks=checks)
+    return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth))
 
 
 def check_is_model(model: Any) -> None:
@@ -141,6 +141,19 @@ def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_by
     if device.type == "cuda":
         return PinnedTier(device, capacity_bytes, limit)
     return FileTier(capacity_bytes, limit)
+
+
+def host_bytes(chain: Chain, schedule: Schedule) -> int:
+    """What the lower tier must hold at the most: every value that is offloaded, once."""
+    values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
+    total = 0
+    for kind, k in values:
+        stage = chain.stages[k - 1] if k else None
+        if kind == "a":
+            total += rounded(chain.activation_bytes(k))
+        elif stage is not None:
+            total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
+    return total
 
 
 def device_of(model: nn.Module) -> torch.device:

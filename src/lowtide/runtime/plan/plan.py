@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
+from lowtide.errors import ExecutionError, InfeasibleBudgetError, LowtideWarning, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
-from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.model.interception import ModelSite, attached_site
+from lowtide.runtime.model.interception import handler_of
+from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
+from lowtide.runtime.plan.steps import RealSteps
 from lowtide.runtime.plan.text import plan_text, stats_text
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
+from lowtide.units import format_bytes
 
 FORMAT = "lowtide.plan/1"
 
 # Plans for other shapes are kept, the least recently used goes first: enough for a few buckets of sequence lengths.
 _NUM_KEPT = 8
+
+# The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
+_NUM_WATCHED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ class Part:
         bandwidth: that it was solved for.
         rehearsed_peak_bytes: what a trial step took, where there was one.
         notes: what people should know of it.
-        compilation: how its stages are compiled, where they are.
+        compiled: its stages, where they are compiled.
         checked: the calls for which its variants were checked; None: those of the signature.
     """
 
@@ -78,7 +84,7 @@ class Part:
     bandwidth: int = 0
     rehearsed_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    compilation: Compilation | None = None
+    compiled: CompiledStages | None = None
     checked: Signature | None = None
 
     def serves(self, signature: Signature) -> bool:
@@ -93,8 +99,30 @@ class Part:
 
 _dtype = attrgetter("dtype")
 
-Handler = Callable[..., Any]
-Replan = Callable[[tuple[Any, ...], dict[str, Any], Handler], Part]
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What real steps have shown so far.
+
+    Args:
+        optimizer: the one that steps the model's parameters; None: none has yet, or it is not clear which.
+        exceeded: the part under which a step took more than its budget; None: none did.
+        peak_bytes: what that step took.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    exceeded: Part | None = None
+    peak_bytes: int = 0
+
+
+class Planner(Protocol):
+    """Makes further parts during training; `lowtide.fit` leaves one with its plan. It never calls the plan."""
+
+    def part_for(self, sample: Sample, observed: Observed) -> Part:
+        """A part for a call of the model, which has no plan in place meanwhile."""
+
+    def remove(self) -> None:
+        """Take out of the model what parts need there besides their executions: compiled stages."""
 
 
 class Plan:
@@ -104,35 +132,24 @@ class Plan:
     runs under the schedule where the model is in training mode and gradients are enabled, and plainly otherwise.
 
     Args:
-        model: the model; a plan that was attached to it before is detached.
-        make: makes the first part, given who is to be called in place of the model.
-        replan: makes a part for calls of another signature; None: they are refused, where the first part has one.
-        watch: called before each step with the number of steps so far; may change the plan.
-        undo: called when the plan is detached.
+        model: the model; it has no other plan.
+        part: what to do for the first calls.
+        planner: makes parts for calls of another signature; None: they are refused, where the first part has one.
+        replan: whether the planner is asked for other signatures, too; else only where a step exceeds the budget.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[[Handler], Part],
-        *,
-        replan: Replan | None = None,
-        watch: Callable[[Plan, int], None] | None = None,
-        undo: Callable[[], None] | None = None,
-    ) -> None:
-        previous = attached_plan(model)
-        if previous is not None:
-            previous.detach()
+    def __init__(self, model: nn.Module, part: Part, planner: Planner | None = None, *, replan: bool = True) -> None:
         self.model = model
-        self._replan = replan
-        self._watch = watch
-        self._undo = undo
-        self._part = make(self._call)
+        self._part = part
+        self._planner = planner
+        self._replans = replan and planner is not None
         self._others: OrderedDict[Signature, Part] = OrderedDict()
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_dtype, self._parameters))
         self._structure = Structure(model)
-        self._part.execution.install()
+        self._steps = RealSteps(model, part.execution.machine.device)
+        self._num_corrected = 0
+        part.execution.install(self._call)
         self._attached = True
 
     # What it is
@@ -182,15 +199,13 @@ class Plan:
         execution = self._part.execution
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
-        peak = self._part.rehearsed_peak_bytes
-        if execution.machine.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(execution.machine.device)
+        peak = self._steps.peak_bytes
         return Stats(
             counters.num_steps,
             None if predicted is None else predicted.seconds,
             execution.measured_seconds(),
             None if predicted is None else predicted.peak_bytes,
-            peak,
+            self._part.rehearsed_peak_bytes if peak is None else peak,
             counters.num_recomputed / steps,
             counters.moved_bytes / steps,
         )
@@ -242,6 +257,8 @@ class Plan:
             memory_budget=self.memory_budget,
             bandwidth=self._part.bandwidth or None,
             measured=measured if measured.seconds or measured.peak_bytes else None,
+            notes=self.notes,
+            is_attached=True,
             patience_seconds=patience_seconds,
             progress=progress,
         )
@@ -257,8 +274,11 @@ class Plan:
         if self._attached:
             self._attached = False
             self._part.execution.remove()
-            if self._undo is not None:
-                self._undo()
+            self._steps.close()
+            if self._part.compiled is not None:
+                self._part.compiled.remove()
+            if self._planner is not None:
+                self._planner.remove()
 
     def __enter__(self) -> Plan:
         return self
@@ -277,11 +297,7 @@ class Plan:
             while len(self._others) >= _NUM_KEPT:
                 self._others.popitem(last=False)
         self._part = part
-        part.execution.install()
-
-    def use_another(self, make: Callable[[Handler], Part]) -> None:
-        """Make another part, given who is to be called in place of the model, and go over to it."""
-        self.use(self._made(make))
+        part.execution.install(self._call)
 
     def _call(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         applies = self._attached and self.model.training and torch.is_grad_enabled()
@@ -292,13 +308,45 @@ class Plan:
                 "the model is called inside a transform of torch.func (grad, vmap, ...), where no saved tensor can be "
                 "let go; detach the plan for such calls (plan.detach())"
             )
-        if self._watch is not None:
-            self._watch(self, self._part.execution.machine.counters.num_steps)
         self._check_parameters()
+        self._check_peak(args, kwargs)
         self._choose_part(args, kwargs)
         part = self._part
         checked = part.checked is None or part.checked == self._signature_of(args, kwargs)
         return part.execution.call(plain, args, kwargs, with_variants=checked)
+
+    def _check_peak(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Did the first steps stay within the budget? If not, plan again with what they took, once."""
+        part, num_steps = self._part, self._part.execution.machine.counters.num_steps
+        if self._planner is None or part.memory_budget is None or self._num_corrected:
+            return
+        if not 1 <= num_steps <= _NUM_WATCHED or self._signature_of(args, kwargs) != part.signature:
+            return
+        peak_bytes = self._steps.peak_bytes
+        if peak_bytes is None or peak_bytes <= part.memory_budget:
+            return
+        self._num_corrected += 1
+        predicted = part.execution.schedule.predicted
+        expected = peak_bytes if predicted is None else predicted.peak_bytes
+        warnings.warn(
+            f"a step took {format_bytes(peak_bytes)} where {format_bytes(expected)} was predicted and "
+            f"{format_bytes(part.memory_budget)} is the budget; planning again with "
+            f"{format_bytes(max(0, peak_bytes - expected))} more set aside (give loss= and optimizer= to have them "
+            "counted from the start)",
+            LowtideWarning,
+            stacklevel=4,
+        )
+        self._plan_again(Sample(args, kwargs), Observed(self._steps.optimizer, part, peak_bytes))
+
+    def _plan_again(self, sample: Sample, observed: Observed) -> None:
+        assert self._planner is not None
+        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
+        try:
+            part = self._planner.part_for(sample, observed)
+        finally:
+            self._part.execution.install(self._call)
+        self.use(part)
+        self._steps.forget()
 
     def _check_parameters(self) -> None:
         """Refuse a model that was moved, or has other parts: nothing measured holds for it."""
@@ -329,7 +377,7 @@ class Plan:
         signature = self._signature_of(args, kwargs)
         if signature == planned:
             return
-        if self._replan is None:
+        if not self._replans:
             raise PlanError(
                 f"{signature.difference(planned)}; lowtide.fit plans for these shapes (and by default for others later)"
             )
@@ -341,17 +389,10 @@ class Plan:
                 self.use(self._others.pop(fitting))
                 return
             try:
-                self.use_another(partial(self._replan, args, kwargs))
+                self._plan_again(Sample(args, kwargs), Observed(self._steps.optimizer))
             except InfeasibleBudgetError as error:
                 message = f"{signature.difference(planned)}, and {error}"
                 raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
-
-    def _made(self, make: Callable[[Handler], Part]) -> Part:
-        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
-        try:
-            return make(self._call)
-        finally:
-            self._part.execution.install()
 
     # Files
 
@@ -365,7 +406,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, in the file format `lowtide.plan/1`."""
         part = self._part
-        compilation = part.compilation
+        compilation = None if part.compiled is None else part.compiled.compilation
         return {
             "format": FORMAT,
             "model": fingerprint(self.model),
@@ -391,9 +432,6 @@ def _named(device: torch.device) -> str:
 
 def attached_plan(model: nn.Module) -> Plan | None:
     """The plan under which a model runs, where there is one."""
-    site = attached_site(model)
-    if isinstance(site, ModelSite):
-        owner = getattr(site.handler, "__self__", None)
-        if isinstance(owner, Plan):
-            return owner
-    return None
+    execution = getattr(handler_of(model), "__self__", None)
+    owner = getattr(execution.handler, "__self__", None) if isinstance(execution, Execution) else None
+    return owner if isinstance(owner, Plan) else None

@@ -1,4 +1,4 @@
-"""What a plan was made for: the shapes of a call, and the model itself. Both are compared before a plan is used."""
+"""What a plan was made for: the shapes of a call, and the model. Both are compared before a plan is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.runtime.model.containers import tensors_of
 
 _requires_grad = attrgetter("requires_grad")
 
-FIT_AGAIN = "detach the plan (plan.detach()) and fit again"
+FIT_AGAIN = "call plan.detach(), then call fit again"
 
 TensorForm = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -51,18 +51,18 @@ class Signature:
         )
 
     def difference(self, planned: Signature) -> str:
-        """What is other than planned, in words; empty where nothing is."""
+        """Describe how the call differs from the planned one; empty if it does not."""
         if len(self.tensors) != len(planned.tensors):
-            return f"the call has {len(self.tensors)} tensors, the plan is for {len(planned.tensors)}"
+            return f"the call has {len(self.tensors)} tensors, but the plan is for {len(planned.tensors)}"
         for index, (now, then) in enumerate(zip(self.tensors, planned.tensors, strict=True)):
             if now != then:
-                return f"tensor {index} of the call is {_form(now)}, the plan is for {_form(then)}"
+                return f"tensor {index} of the call is {_form(now)}, but the plan is for {_form(then)}"
         if self.autocast != planned.autocast:
-            return f"autocast is {self.autocast or 'off'}, the plan is for {planned.autocast or 'off'}"
+            return f"autocast is {self.autocast or 'off'}, but the plan is for {planned.autocast or 'off'}"
         if not trains_no_more(self.trained, planned.trained):
-            return "parameters require gradients that did not when the plan was made"
+            return "more parameters require gradients than when the plan was made"
         if self.trained != planned.trained:
-            return "parameters require no gradients that did when variants of compiled blocks were checked"
+            return "fewer parameters require gradients than when the variants of compiled blocks were checked"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Signature:
             tensors = tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in values["tensors"])
             return cls(tensors, str(values["autocast"]), bytes.fromhex(values.get("trained", "")))
         except (KeyError, TypeError, ValueError):
-            raise PlanError("signature is not well formed; was the file edited?") from None
+            raise PlanError("the signature is invalid; was the file edited?") from None
 
 
 def trained_of(parameters: Iterable[nn.Parameter]) -> bytes:
@@ -86,7 +86,7 @@ def trained_of(parameters: Iterable[nn.Parameter]) -> bytes:
 
 
 def trains_no_more(trained: bytes, planned: bytes) -> bool:
-    """Whether no other parameters require gradients than did when a plan was made, as far as that is known."""
+    """Whether no more parameters require gradients than when a plan was made, as far as is known."""
     if trained == planned or not planned or not trained:
         return True
     return len(trained) == len(planned) and all(map(le, trained, planned))
@@ -107,10 +107,10 @@ class Structure:
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model that has other submodules by now; another name for one of them is no matter.
+        """Refuse a model whose submodules have changed; new names for the same ones are fine.
 
         Raises:
-            PlanError: with the path of one that was added, replaced or taken away.
+            PlanError: with the path of one that was added, replaced or removed.
         """
         now = self._now()
         if len(now) == len(self._then) and all(map(is_, now, self._then)):
@@ -119,7 +119,7 @@ class Structure:
         changed = [path for path, module in modules.items() if id(module) not in known]
         changed += [path for path, module in self._modules.items() if not _stands_at(module, model, path)]
         if changed:
-            raise PlanError(f"submodule {changed[0]!r} is not what it was when the plan was made; {FIT_AGAIN}")
+            raise PlanError(f"submodule {changed[0]!r} has changed since the plan was made; {FIT_AGAIN}")
         self._look(model)
 
 
@@ -131,7 +131,7 @@ def _stands_at(module: nn.Module, model: nn.Module, path: str) -> bool:
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What must be the same of a model and its machine for a plan to hold, each part by name."""
+    """What must stay the same in a model and its machine for a plan to be valid, by name."""
     parameters = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     modules = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]

@@ -1,4 +1,4 @@
-"""A plan in a few lines, for people."""
+"""Print a plan in a few lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Figures(Protocol):
 
     @property
     def recomputed_per_step(self) -> float:
-        """Stages that run forward again in a step."""
+        """Stages recomputed in a step."""
 
     @property
     def moved_bytes_per_step(self) -> float:

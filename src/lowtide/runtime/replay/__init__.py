@@ -1,1 +1,1 @@
-"""Records what a stage does and runs it again."""
+"""Records what a stage does, and recomputes it."""

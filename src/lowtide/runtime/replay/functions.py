@@ -15,23 +15,23 @@ from typing import Any
 
 from torch.autograd import Function
 
-Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+FunctionHandler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Called with a name, the function and its arguments; returns what the function returns."""
 
 
-class _Current(threading.local):
+class _CurrentHandler(threading.local):
     """Who is handed the functions that this thread applies."""
 
-    handler: Handler | None = None
+    handler: FunctionHandler | None = None
 
 
-_current = _Current()
+_current = _CurrentHandler()
 _lock = threading.Lock()
 _plain: list[Any] = []  # what stood there before, once for each forward under way
 
 
 @contextmanager
-def functions_handed_to(handler: Handler) -> Iterator[None]:
+def functions_handed_to(handler: FunctionHandler) -> Iterator[None]:
     """Hand each custom function that this thread applies to somebody else; those applied inside of it run plainly."""
     previous, _current.handler = _current.handler, handler
     with _lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class RecordedStage:
     def held_origins(self) -> list[tuple[int, int] | None]:
         """For each of `held` the stage that made it and its number there; stage 0 is the caller."""
         return [held.origin for held in self._tape.held]
+
+    def may_end_in(self, frame: FrameType) -> bool:
+        """Whether a run of it can be ended in a frame, without anything left undone that anybody could miss."""
+        return self._tape.may_end_in(frame)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the stage again: `inputs` as in `self.inputs`, the result as in `self.outputs`.

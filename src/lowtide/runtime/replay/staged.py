@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.model.containers import tensors_of
-from lowtide.runtime.model.interception import UnitSite
+from lowtide.runtime.model.interception import UnitLayer
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.functions import functions_handed_to
 from lowtide.runtime.replay.tape import Ledger, Tape
@@ -197,22 +197,22 @@ class StagedForward:
         self.end_stage(self.stage, returned)
         return result
 
-    def call_unit(self, site: UnitSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_unit(self, layer: UnitLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a submodule that has units."""
-        occurrence = self._counts.get(site.path, 0)
-        self._counts[site.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
-        position = None if self._inside_unit else site.positions.get(occurrence)
+        occurrence = self._counts.get(layer.path, 0)
+        self._counts[layer.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
+        position = None if self._inside_unit else layer.positions.get(occurrence)
         if position is None:
-            return site.plain(*args, **kwargs)
+            return layer.plain(*args, **kwargs)
         if position != self._next and (position < self._next or not self.may_skip):
-            raise self._out_of_order(site, occurrence)
+            raise self._out_of_order(layer, occurrence)
         self._next = position + 1
         self._inside_unit = True
         self._suspend_mode()  # for what is done between stages, too
         try:
             while self.layout.stage_at[position] != self.stage:
                 self._cross()
-            result = self.invoke(site.path, site.plain, args, kwargs, site.module)
+            result = self.invoke(layer.path, layer.plain, args, kwargs, layer.module)
             if self.layout.ends_stage[position]:
                 self._cross()
         finally:
@@ -244,12 +244,12 @@ class StagedForward:
             self.tape.refuse_transform()
         return result
 
-    def _out_of_order(self, site: UnitSite, occurrence: int) -> ExecutionError:
+    def _out_of_order(self, layer: UnitLayer, occurrence: int) -> ExecutionError:
         expected = "nothing more"
         if self._next < len(self.layout.units):
             expected = "{!r} (call {})".format(*self.layout.units[self._next])
         return ExecutionError(
-            f"the model called {site.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
+            f"the model called {layer.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
             f"another way than when it was captured; {_ADVICE}"
         )
 

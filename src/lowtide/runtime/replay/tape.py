@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -21,6 +22,7 @@ import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
+from lowtide.runtime.replay.endings import follows_nothing, is_harmless
 from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Kernels, Surroundings
@@ -70,7 +72,7 @@ class Ledger:
         return found
 
 
-class Call:
+class TapedCall:
     """One call on a tape: templates of its arguments, the slots of the tensors it returned, and what was around it."""
 
     __slots__ = (
@@ -141,7 +143,7 @@ class Tape:
     ) -> None:
         self.stage = stage
         self.name = name
-        self.calls: list[Call] = []
+        self.calls: list[TapedCall] = []
         self.inputs: dict[int, int] = {}
         """Slot of each tensor of the previous stage that this one reads, by its number there."""
         self.held: list[Held] = []
@@ -150,10 +152,13 @@ class Tape:
         """Why the stage cannot be run again, where it cannot."""
         self.outputs: tuple[int, ...] = ()
         """The numbers of the tensors that a run returns."""
+        self.on_input: Callable[[int, torch.Tensor], None] | None = None
+        """Called while recording with each tensor of the previous stage that the stage turns out to read."""
         self._made: dict[int, int] = {}
         self._in_numpy: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Tensors whose memory was handed to numpy, which counts no version, and what they held then."""
         self._num_slots = 0
+        self._position = 0  # of the call that runs
         self._outputs: list[int] = []
         self._is_ready = False  # whether it is known which call is the last to read each slot
         self._ledger: Ledger | None = ledger
@@ -202,7 +207,7 @@ class Tape:
         results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
         if results or changes or name == "__set__":
-            entry = Call(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
+            entry = TapedCall(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
             entry.drawn_from = drawn_from
             if self._watch is not None:
                 entry.random = self._watch.take()
@@ -223,6 +228,8 @@ class Tape:
             if stage == self.stage - 1:
                 if number not in self.inputs:
                     self.inputs[number] = self._new_slot()
+                    if self.on_input is not None:
+                        self.on_input(number, tensor)
                 return Slot(self.inputs[number])
         known = self._held_of.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
@@ -307,6 +314,7 @@ class Tape:
     def close(self) -> None:
         """End the recording."""
         self._ledger = None
+        self.on_input = None
         self._held_of.clear()
         self._in_numpy.clear()
 
@@ -335,9 +343,18 @@ class Tape:
             values[slot] = inputs[number]
         handed = [source for entry in self.calls for source, _ in entry.drawn_from]
         with _left_as_they_are(handed) if handed else nullcontext():
-            for entry in self.calls:
+            for position, entry in enumerate(self.calls):
+                self._position = position
                 self._run_call(entry, values)
         return [values[slot] for slot in self._outputs]
+
+    def may_end_in(self, frame: FrameType) -> bool:
+        """Whether the run under way can be ended in a frame, without anything left undone that anybody could miss."""
+        rest = self.calls[self._position + 1 :]
+        is_harmless_rest = all(
+            _is_of_torch(entry.call) if (m := entry.module) is None else is_harmless(m) for entry in rest
+        )
+        return is_harmless_rest and follows_nothing(frame, _RUN_CALL)
 
     def check_held(self) -> None:
         """Refuse to go on where a tensor that the stage reads was changed since."""
@@ -348,7 +365,7 @@ class Tape:
                     "between forward and backward; work on a copy, or change it after the backward pass"
                 )
 
-    def _run_call(self, entry: Call, values: list[Any]) -> None:
+    def _run_call(self, entry: TapedCall, values: list[Any]) -> None:
         if entry.module is not None and entry.module.training != entry.training:
             raise ExecutionError(
                 f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "
@@ -376,6 +393,14 @@ class Tape:
                 values[slot] = tensor
         for slot in entry.dead:
             values[slot] = None
+
+
+_RUN_CALL = Tape._run_call.__code__
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function between submodules is torch's own, and not a custom one, which is called through another."""
+    return not isinstance(function, partial)
 
 
 _GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)

@@ -1,1 +1,1 @@
-"""Everything that a forward touches besides its arguments."""
+"""Everything a forward reads or writes besides its arguments."""

@@ -47,7 +47,7 @@ class Absent:
 class _Detached:
     """A tensor that stood somewhere with its graph, which would keep a step alive: its data, and which one it was."""
 
-    __slots__ = ("_former", "_data")
+    __slots__ = ("_data", "_former")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._former = weakref.ref(tensor)
@@ -74,7 +74,7 @@ class Layout:
     def __init__(self, base: Sequence[Table], labels: Sequence[tuple[str, str]]) -> None:
         self._base = base
         self._steps: list[tuple[int, Any, type, bool]] = []
-        """Of the other containers: the number of the one around it, the key there, its type, whether it is an object."""
+        """Of each other container: the number of the one around it, the key there, its type, whether it is an object."""
         tables: list[Any] = [*base]
         paths = [path for path, _ in labels]
         seen = set(map(id, tables))
@@ -113,6 +113,7 @@ class Layout:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         ]
         """Where tensors stand that are no parameters."""
+        self.parameters = [index for index, value in enumerate(values) if isinstance(value, nn.Parameter)]
         self.tuples = [n for n, v in enumerate(values) if isinstance(v, tuple) and not _PLAIN.issuperset(map(type, v))]
         """Where tuples stand that may hold tensors."""
         switches = [index for index, kind in enumerate(self._types) if kind in _SWITCHES or callable(values[index])]
@@ -215,6 +216,10 @@ class Look:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are no parameters and have no graph."""
         return [tensor for _, tensor in Kept(self).contents()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return [self.values[index] for index in self.layout.parameters]
 
     def restore_sequences(self) -> list[Any]:
         """Let lists, deques and sets hold the very same again; returns what they held."""
@@ -411,8 +416,10 @@ def _is_hidden(value: Any) -> bool:
 def _is_plain(value: tuple[Any, ...]) -> bool:
     """Whether a tuple holds nothing that changes: itself is kept then."""
     return all(
-        _is_plain(each) if isinstance(each, tuple)
-        else each.grad_fn is None if isinstance(each, torch.Tensor)
+        _is_plain(each)
+        if isinstance(each, tuple)
+        else each.grad_fn is None
+        if isinstance(each, torch.Tensor)
         else not _is_hidden(each)
         for each in value
     )

@@ -239,12 +239,15 @@ class Environment:
         shown = [t.untyped_storage()._cdata for t, *_ in mark.contents if t.layout is torch.strided]
         others = {*read(), *(each for each, count in Counter(shown).items() if count > 1)}
         cells = mark.kept.addresses() if self._exchanges else ()
-        return [(t, then, own and id(t) in cells and t.untyped_storage()._cdata not in others) for t, then, own in found]
+        return [
+            (t, then, own and id(t) in cells and t.untyped_storage()._cdata not in others) for t, then, own in found
+        ]
 
     @contextmanager
     def rewound(self, mark: Mark, earlier: Sequence[Earlier] = ()) -> Iterator[None]:
         """Run the block with the environment as it was at a mark, and put back what it is now."""
         now = self._cells.look()
+        hooks = ParameterHooks(now.parameters())
         try:
             mark.kept.apply(now)
             alone = {id(tensor): content for tensor, content, stands_alone in earlier if stands_alone}
@@ -257,6 +260,7 @@ class Environment:
                 yield
         finally:
             now.restore()
+            hooks.restore()
 
     def restore(self, mark: Mark) -> None:
         """Let the cells hold what they held at a mark."""
@@ -303,6 +307,42 @@ class Backup:
             tensor.data = memory  # somebody gave it other memory, or another shape
         if self._value is not None:
             _each_once(tensor.data).copy_(self._value)
+
+
+class ParameterHooks:
+    """The hooks of parameters' own at one moment. autograd looks at the tables themselves.
+
+    Args:
+        parameters: the parameters.
+    """
+
+    __slots__ = ("_found",)
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._found = [
+            (parameter, name, table, dict(table) if table else {})
+            for parameter in parameters
+            for name, table in (
+                ("_backward_hooks", parameter._backward_hooks),
+                ("_post_accumulate_grad_hooks", parameter._post_accumulate_grad_hooks),
+            )
+        ]
+
+    def take_away(self) -> None:
+        """Let none of them run."""
+        for _, _, table, _ in self._found:
+            if table:
+                table.clear()
+
+    def restore(self) -> None:
+        """Let the same run again, and no others."""
+        for parameter, name, table, hooks in self._found:
+            if table is None:
+                if getattr(parameter, name) is not None:
+                    setattr(parameter, name, None)
+            elif len(table) != len(hooks):
+                table.clear()
+                table.update(hooks)
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.runtime.meter import exclude
 from lowtide.runtime.state.cells import Cells
-from lowtide.runtime.state.environment import Backup
+from lowtide.runtime.state.environment import Backup, ParameterHooks
 from lowtide.runtime.state.rng import Generators
 from lowtide.runtime.state.surroundings import Kernels
 
@@ -30,8 +29,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
     backups = [Backup(parameter, None) for parameter in parameters]
     backups += [Backup(tensor, _to_host) for tensor in {id(t): t for t in tensors}.values()]
     gradients = [(tensor, tensor.grad) for tensor in (*parameters, *tensors) if tensor.is_leaf]
-    generators, hooks = Generators.of(model), [_ParameterHooks(parameter) for parameter in parameters]
+    generators, hooks = Generators.of(model), ParameterHooks(parameters)
     random, kernels, is_grad_enabled = generators.state(), Kernels.now(), torch.is_grad_enabled()
+    hooks.take_away()
     try:
         yield
     finally:
@@ -40,8 +40,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             backup.restore()
         for tensor, gradient in gradients:
             tensor.grad = gradient
-        for each in hooks:
-            each.restore()
+        hooks.restore()
         generators.set(random)
         kernels.apply()
         torch.set_grad_enabled(is_grad_enabled)
@@ -53,26 +52,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """
     is_moved = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
     return exclude(tensor.to("cpu", copy=True)) if is_moved else tensor.clone()
-
-
-class _ParameterHooks:
-    """A parameter's own hooks, which are taken away when this is made. autograd looks at the tables themselves."""
-
-    _NAMES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._tables: list[tuple[str, dict[int, Any] | None, dict[int, Any]]] = []
-        for name in self._NAMES:
-            table = getattr(parameter, name)
-            self._tables.append((name, table, dict(table or ())))
-            if table:
-                table.clear()
-
-    def restore(self) -> None:
-        for name, table, hooks in self._tables:
-            if table is None and getattr(self._parameter, name) is not None:
-                setattr(self._parameter, name, None)  # a forward has registered some
-            elif table is not None:
-                table.clear()
-                table.update(hooks)

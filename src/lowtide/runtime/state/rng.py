@@ -30,7 +30,12 @@ class Source:
     """
 
     def __init__(
-        self, get: Callable[[], Any], set: Callable[[Any], object], glance: Glance | None = None, *, sees_all: bool = True
+        self,
+        get: Callable[[], Any],
+        set: Callable[[Any], object],  # noqa: A002
+        glance: Glance | None = None,
+        *,
+        sees_all: bool = True,
     ) -> None:
         self._get = get
         self._set = set
@@ -107,7 +112,9 @@ def _words_at(address: int) -> Any:
 
 
 _PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))  # type: ignore[attr-defined]
-_NUMPY = Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(), sees_all=False)
+_NUMPY = Source(
+    partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(), sees_all=False
+)
 
 _seed_of = methodcaller("initial_seed")
 
@@ -234,6 +241,7 @@ class GeneratorWatch:
         if self._read() != self._left:
             self._set = self.generators.state()
             self.has_seen_one = True
+            self._read = self.generators.state  # the same seed may be set again
 
     def after_call(self) -> None:
         """A call has ended."""

@@ -1,1 +1,1 @@
-"""Values to a lower tier, and back."""
+"""Offloads values to a lower tier and fetches them back."""

@@ -1,4 +1,4 @@
-"""Room handed out from pieces of memory: first fit, neighbours joined again when they are given back."""
+"""Allocates from pieces of memory: first fit; free neighbours are merged."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Pieces(Generic[P]):
             if left < num_bytes:
                 raise ExecutionError(
                     f"host_memory_budget {format_bytes(self._limit_bytes)} has no room for {format_bytes(num_bytes)} "
-                    "more; raise it, or fit again for these shapes"
+                    "more; raise it, or call fit again for these shapes"
                 )
             wanted = min(wanted, left)
         self._first_bytes = 0

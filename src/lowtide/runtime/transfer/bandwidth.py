@@ -1,4 +1,4 @@
-"""How fast the link between a device and its lower tier is: measured once for each device, in both directions."""
+"""Measures the link between a device and its lower tier, once per device, in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values as sets of storages that move as a whole; tensors are views of them, put together where they are needed.
+"""Values as sets of storages that move as a whole; tensors are views of them, rebuilt when needed.
 
 Saved tensors are often strided views of one buffer. A cargo knows each storage once, whatever the number of views, so
 that each is copied once, and views come back with the strides that they had.
@@ -134,7 +134,7 @@ class Cargo:
             self._arriving = None
 
     def leave(self) -> None:
-        """Wait for copies that read or write the storages, and let these go from the device."""
+        """Wait for copies that read or write the storages, then free them on the device."""
         self.arrive()
         if self._leaving is not None:
             self._leaving.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,20 +48,21 @@ class _Piece:
             self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-class _Region:
+class _FileRegion:
     """Room in a piece for some storages, and the copy that fills it."""
 
-    __slots__ = ("num_bytes", "piece", "room", "sizes", "stored")
+    __slots__ = ("num_bytes", "piece", "process", "room", "sizes", "stored")
 
     def __init__(self, piece: _Piece, room: Room, sizes: Sequence[int]) -> None:
         self.piece = piece
         self.room = room
         self.sizes = sizes
         self.num_bytes = room.num_bytes
+        self.process = os.getpid()
         self.stored: Future[None] | None = None
 
 
-class _Ticket:
+class _FileTicket:
     __slots__ = ("_future",)
 
     def __init__(self, future: Future[None]) -> None:
@@ -83,26 +85,43 @@ class FileTier:
     smallest_bytes = 1
 
     def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
-        self._pieces = Pieces(partial(_Piece, folder), capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+        self._make_pieces = partial(Pieces, partial(_Piece, folder), capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+        self._open()
+
+    def _open(self) -> None:
+        self._process = os.getpid()
+        self._pieces = self._make_pieces()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lowtide-to-file")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-from-file")
+
+    def _enter_process(self) -> None:
+        """In a forked child, begin anew: threads do not survive a fork, and the files are the parent's."""
+        if self._process != os.getpid():
+            self._open()
 
     @property
     def capacity_bytes(self) -> int:
         """The bytes of all files made so far."""
         return self._pieces.capacity_bytes
 
-    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_FileRegion, _FileTicket]:
         """Queue a copy of storages to the file."""
+        self._enter_process()
         sizes = [storage.nbytes() for storage in storages]
-        region = _Region(*self._pieces.take(sum(map(rounded, sizes))), sizes)
+        region = _FileRegion(*self._pieces.take(sum(map(rounded, sizes))), sizes)
         region.stored = self._writer.submit(_write, region, storages)
-        return region, _Ticket(region.stored)
+        return region, _FileTicket(region.stored)
 
-    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _FileTicket]:
         """Make storages, and queue a copy of a region into them."""
+        self._enter_process()
+        if region.process != self._process:
+            raise ExecutionError(
+                "backward needs activations that were offloaded before this process was forked, and only the parent "
+                "process can fetch them; call the model in the process that calls backward"
+            )
         storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
-        return storages, _Ticket(self._reader.submit(_read, region, storages))
+        return storages, _FileTicket(self._reader.submit(_read, region, storages))
 
     def close(self) -> None:
         """End the threads; what is stored stays readable no longer."""
@@ -110,7 +129,7 @@ class FileTier:
         self._reader.shutdown(wait=True)
 
 
-def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+def _write(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None:
     address = region.piece.address + region.room.offset
     for storage in storages:
         # memmove gives other threads the interpreter while it copies
@@ -119,7 +138,7 @@ def _write(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
     region.piece.let_go(region.room.offset, region.num_bytes)
 
 
-def _read(region: _Region, storages: Sequence[torch.UntypedStorage]) -> None:
+def _read(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None:
     if region.stored is not None:
         region.stored.result()
     address = region.piece.address + region.room.offset

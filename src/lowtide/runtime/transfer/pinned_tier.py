@@ -38,7 +38,7 @@ class _Slab:
         return self.memory[offset : offset + num_bytes]
 
 
-class _Region:
+class _PinnedRegion:
     """Room in a slab for some storages, and the last copy that reads or writes it."""
 
     __slots__ = ("last_copy", "num_bytes", "parts", "room")
@@ -54,7 +54,7 @@ class _Region:
             offset += rounded(num_bytes)
 
 
-class _Ticket:
+class _PinnedTicket:
     __slots__ = ("_device", "_event")
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -96,10 +96,10 @@ class PinnedTier:
         """Take the planned memory now rather than at the first copy."""
         self._slabs.make_first()
 
-    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_Region, _Ticket]:
+    def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_PinnedRegion, _PinnedTicket]:
         """Queue copies of storages down."""
         sizes = [storage.nbytes() for storage in storages]
-        region = _Region(*self._slabs.take(sum(map(rounded, sizes))), sizes)
+        region = _PinnedRegion(*self._slabs.take(sum(map(rounded, sizes))), sizes)
         self.to_host.wait_stream(torch.cuda.current_stream(self._device))
         if self._last_load is not None:
             self.to_host.wait_event(self._last_load)
@@ -107,9 +107,9 @@ class PinnedTier:
             for part, storage in zip(region.parts, storages, strict=True):
                 part.copy_(_bytes_of(storage), non_blocking=True)
             region.last_copy = self.to_host.record_event()
-        return region, _Ticket(region.last_copy, self._device)
+        return region, _PinnedTicket(region.last_copy, self._device)
 
-    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _Ticket]:
+    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _PinnedTicket]:
         """Make storages on the compute stream, and queue copies of a region into them."""
         memory = [torch.empty(part.numel(), dtype=torch.uint8, device=device) for part in region.parts]
         self.to_device.wait_stream(torch.cuda.current_stream(self._device))
@@ -119,7 +119,7 @@ class PinnedTier:
             for tensor, part in zip(memory, region.parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
             self._last_load = self.to_device.record_event()
-        return [tensor.untyped_storage() for tensor in memory], _Ticket(self._last_load, self._device)
+        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self._device)
 
     def close(self) -> None:
         """Wait for copies under way; the memory goes when nothing refers to it any more."""

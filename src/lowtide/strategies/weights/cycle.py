@@ -1,4 +1,4 @@
-"""How long the lists of the weight machine take when they are repeated, and which cut is the best."""
+"""How long the lists of `rounds` take when they are repeated, and which cut is the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine behind algorithm 2 of the weights paper: it runs a period with chosen moves and writes down a list.
+"""The rounds of algorithm 2 of the weights paper: a period is run with chosen moves, and its list is written down.
 
 In the gap before a computation
 1. what the last computation used and may leave is queued for the host, where it has no current copy there;

@@ -2,8 +2,8 @@
 
 Copies out run first in, first out; copies in run in the order in which the computations need them; both as early as
 they can. What is free to choose is how many of the copies in for backward n, n-1, … have been queued before backward n
-begins: the cut. For each cut the machine (`weight_machine`) runs the period round after round until a round ends as it
-began: that round's list is a periodic schedule. The best of all cuts is taken.
+begins: the cut. For each cut the period is run round after round (`rounds`) until a round ends as it began:
+that round's list is a periodic schedule. The best of all cuts is taken.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _operations(period: Period, values: list[Value], events: Ints) -> tuple[Oper
     """Events from backward n on as operations from forward 1 on.
 
     What leaves after backward 1 leaves at the end of the list, up to the first copy in: with the next round its input
-    and the gradient of its output are there, and the machine saw to room beside these for the copies in alone.
+    and the gradient of its output are there, and the rounds saw to room beside these for the copies in alone.
     """
     n = period.num_stages
     listed: list[Operation] = []

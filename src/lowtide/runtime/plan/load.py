@@ -1,0 +1,106 @@
+"""`lowtide.load_plan`: attach a plan that was written to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import ChainError, PlanError, ScheduleError, shown
+from lowtide.files import read_json
+from lowtide.runtime.compile.compiled import Compilation
+from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.plan.attach import check_is_model, check_legal, host_bytes, tier_for
+from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
+from lowtide.runtime.plan.signature import Signature, fingerprint
+from lowtide.schedule import Schedule
+
+
+def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
+    """Attach a plan that was saved with `plan.save`.
+
+    Args:
+        path: the file.
+        model: the same model as then, on the same kind of device.
+        host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
+
+    Raises:
+        PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
+            what is other than planned. Calls with other shapes are refused when they come.
+    """
+    values = read_json(path, PlanError)
+    try:
+        return plan_from_dict(values, model, host_memory_budget=host_memory_budget)
+    except (PlanError, ChainError, ScheduleError) as error:
+        raise PlanError(f"{os.fspath(path)}: {error}") from None
+
+
+def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
+    """Attach a plan from its plain data; see `load_plan`."""
+    check_is_model(model)
+    if not isinstance(values, Mapping):
+        raise PlanError(f"a plan is a JSON object, not {shown(values)}")
+    if values.get("format") != FORMAT:
+        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; plan.save writes such a file")
+    _check_fingerprint(values.get("model"), fingerprint(model))
+    split = _split_from(values.get("split"))
+    schedule = Schedule.from_dict(values.get("schedule") or {})
+    chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
+    check_legal(schedule, split.num_stages)
+    signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
+    compilation = None if values.get("compilation") is None else Compilation.from_dict(values["compilation"])
+    checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])
+    numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
+    bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
+    tier = tier_for(model, host_memory_budget, 0 if chain is None else host_bytes(chain, schedule))
+    previous = attached_plan(model)
+    if previous is not None:
+        previous.detach()
+    compiled = None if compilation is None else compilation.of(model, split)
+    try:
+        execution = Execution(model, split, schedule, chain, tier)
+    except BaseException:
+        if compiled is not None:
+            compiled.remove()
+        raise
+    part = Part(
+        execution,
+        signature,
+        numbers["memory_budget"],
+        bandwidth,
+        numbers["rehearsed_peak_bytes"],
+        compiled=compiled,
+        checked=checked,
+    )
+    return Plan(model, part)
+
+
+def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
+    if not isinstance(saved, Mapping):
+        raise PlanError(f"model is {shown(saved)}, expected the fingerprint of a model")
+    for part, value in now.items():
+        if saved.get(part) != value:
+            raise PlanError(
+                f"the model's {part} are other than when the plan was made; fit this model again"
+                if part != "device"
+                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}; "
+                "move the model there, or fit it again"
+            )
+
+
+def _split_from(values: Any) -> Split:
+    try:
+        return Split.from_dict(values)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PlanError(f"split is not well formed: {shown(json.dumps(values))}") from None
+
+
+def _whole_number(name: str, value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise PlanError(f"{name} is {shown(value)}, expected whole bytes or null")
