@@ -144,7 +144,9 @@ class ExecutedForward(StagedForward):
                     path = name.rpartition(".")[0]
                     environment.add_beside(path, self.machine.model.get_submodule(path))
             run.mark, run.environment = mark, environment
-        written = environment.end(mark, k, step.history, () if self._writes is None else self._writes.addresses)
+        written_to = () if self._writes is None else self._writes.addresses
+        ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
+        written = environment.end(mark, k, step.history, written_to, ran)
         if run.fingerprints is not None:
             run.fingerprints.finish(written)
 

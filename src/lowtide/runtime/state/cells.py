@@ -74,7 +74,7 @@ class Layout:
     def __init__(self, base: Sequence[Table], labels: Sequence[tuple[str, str]]) -> None:
         self._base = base
         self._steps: list[tuple[int, Any, type, bool]] = []
-        """Of each other container: the number of the one around it, the key there, its type, whether it is an object."""
+        """Of each other container: the number of the one around it, the key there, its type, and if it is an object."""
         tables: list[Any] = [*base]
         paths = [path for path, _ in labels]
         seen = set(map(id, tables))

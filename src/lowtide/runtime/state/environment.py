@@ -123,8 +123,7 @@ class Environment:
         ]
         contents += self._contents_beside(others)
         switches = layout.switches_of(look.values)
-        if not observes:
-            observes = switches not in self._observed or any(each.name not in self._last for each in contents)
+        observes = observes or switches not in self._observed
         mark = Mark(kept, contents, observes=observes)
         for index, content in enumerate(contents):
             is_new = self._is_new(content)
@@ -182,8 +181,22 @@ class Environment:
             return False
         return tensor.untyped_storage()._cdata in written or not _is_like(copy, tensor) or not torch.equal(copy, tensor)
 
-    def end(self, mark: Mark, k: int, history: History, written: Collection[int] = ()) -> set[int]:
+    def end(
+        self,
+        mark: Mark,
+        k: int,
+        history: History,
+        written: Collection[int] = (),
+        ran: Collection[str] | None = None,
+    ) -> set[int]:
         """Stage k has run for the first time: note what it changed.
+
+        Args:
+            mark: before it ran.
+            k: the stage.
+            history: of this forward.
+            written: storages that were seen to be written to.
+            ran: the paths of the units that were called; None: all.
 
         Returns:
             The addresses of the storages that it changed.
@@ -197,6 +210,10 @@ class Environment:
             if content.tensor.layout is torch.strided:
                 addresses.add(content.tensor.untyped_storage()._cdata)
         mark.stamps = list(map(self._stamp, mark.contents))
+        for index in () if ran is None else mark.copies:
+            name = mark.contents[index].name
+            if name not in self._changing and not any(name.startswith(f"{path}.".lstrip(".")) for path in ran or ()):
+                self._last.pop(name, None)  # nothing is known of what a unit changes that the model left out
         mark.copies.clear()
         return addresses
 

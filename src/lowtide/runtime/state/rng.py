@@ -96,7 +96,7 @@ def _glance_at_python(generator: random.Random) -> Glance | None:
 
 def _glance_at_numpy() -> Glance | None:
     """The same of numpy's; the normal number that it keeps for the next time is not seen."""
-    bits = numpy.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    bits = numpy.random.mtrand._rand._bit_generator
     start, state = bits.ctypes.state_address, bits.state["state"]
     position, words = ctypes.c_int.from_address(start + state["key"].nbytes), _words_at(start + _WORD_BYTES)
     if (*words, position.value) != (*state["key"][1:3], state["pos"]):
@@ -111,7 +111,7 @@ def _words_at(address: int) -> Any:
     return (ctypes.c_uint32 * 2).from_address(address)
 
 
-_PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))  # type: ignore[attr-defined]
+_PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))
 _NUMPY = Source(
     partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(), sees_all=False
 )
