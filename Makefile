@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lowtide-installed
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.lowtide-installed
 PYTEST_FLAGS ?= -n auto
 
-.PHONY: setup demo test bench lint clean
+.PHONY: setup demo docs test bench lint clean
 
 setup: $(STAMP)
 
@@ -27,6 +29,17 @@ test: setup
 bench: setup
 	$(BIN)/python -m benchmarks
 
+# The site reads docstrings without importing anything: its environment is small, and needs no torch.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	@echo "the site: build/site/index.html"
+
+$(DOCS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(DOCS_VENV)/bin/python -m pip install --quiet --group docs
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -34,4 +47,4 @@ lint: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DOCS_VENV) dist build .mypy_cache .ruff_cache .pytest_cache

@@ -16,6 +16,7 @@ from benchmarks.refusing import refuse_unless_chosen
 from torch import nn
 
 import lowtide
+from lowtide.runtime.fitting.largest import Search
 from lowtide.runtime.measure import timing as measure_time
 from lowtide.runtime.meter import Meter
 from lowtide.units import parse_bytes
@@ -24,9 +25,6 @@ from lowtide.units import parse_bytes
 # allocated, so that this much of the limit is left for the gaps; it is what `fit` leaves by default on a free device.
 LEFT_FOR_GAPS = 0.1
 
-# Batches are searched to within one in so many.
-RESOLUTION = 16
-
 NUM_STEPS = 2
 
 # A search asks for the leanest schedules, which bytes alone decide: stages (DenseNet-201 has 229) are timed only as
@@ -34,43 +32,6 @@ NUM_STEPS = 2
 BRIEF_TIMING = {"_FEWEST_RUNS": 2, "_MOST_RUNS": 2, "_BUSY_SECONDS": 0.0, "_FEWEST_BUSY_RUNS": 2, "_NUM_LAUNCHES": 2}
 
 SLOWEST_WAY = "save_on_cpu"  # it allocates pinned memory, some seconds each time
-
-
-class Search:
-    """Looks for the largest whole number for which `fits` holds, to within one in `RESOLUTION`; 0: it does for none.
-
-    Args:
-        fits: holds up to some number and not beyond it.
-        low: a number for which it was seen to hold; 0: none is known.
-        high: one for which it was seen not to.
-    """
-
-    def __init__(self, fits: Callable[[int], bool], low: int = 0, high: int | None = None) -> None:
-        self._fits = fits
-        self.low = low
-        """The largest seen to fit."""
-        self.high = high
-        """The least seen not to fit; None: none was."""
-
-    def run(self, start: int) -> int:
-        """The number; from `start` on it is gone up or down in steps that double, and the last of them is halved."""
-        step = _resolution(start)
-        tried = max(1, start, self.low + 1) if self.high is None else max(1, (self.low + self.high) // 2)
-        while self.high is None or self.high - self.low > _resolution(self.low):
-            if self._fits(tried):
-                self.low = tried
-            else:
-                self.high = tried
-            if self.high is None or self.low == 0:
-                tried = max(1, tried + step if self.high is None else tried - step)
-                step *= 2
-            else:
-                tried = (self.low + self.high) // 2
-        return self.low
-
-
-def _resolution(number: int) -> int:
-    return max(1, number // RESOLUTION)
 
 
 @contextmanager

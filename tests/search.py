@@ -11,11 +11,11 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Schedule, simulate, solve
+from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Release, Schedule, simulate, solve
 from lowtide.schedule import Operation
 
 
@@ -113,12 +113,15 @@ class _State:
     activations: tuple[int, ...]
     saved: tuple[int, ...]
     next_backward: int
+    sides: frozenset[int] = frozenset()
+    """The side values that are on the device."""
 
 
 def fastest(chain: Chain, budget: int, *, persistent: bool) -> tuple[float, tuple[Operation, ...]] | None:
     """The fastest sequence of forwards and backwards within a budget, or None.
 
-    Persistent: a value that is not dropped by the very next operation stays until its backward.
+    Persistent: a value that is not dropped by the very next operation stays until its backward. Side values may be
+    freed at any time, and are made again by another forward of their maker.
     """
     n = chain.num_stages
     start = _State((2, *[0] * n), (-1,) * (n + 1), n)
@@ -132,7 +135,7 @@ def fastest(chain: Chain, budget: int, *, persistent: bool) -> tuple[float, tupl
             continue
         if state.next_backward == 0:
             return seconds, _path(state, came_from)
-        for operation, after, takes, peak in _moves(chain, state, persistent):
+        for operation, after, takes, peak in _moves_with_side_values(chain, state, persistent):
             if peak <= budget and seconds + takes < best.get(after, float("inf")):
                 best[after] = seconds + takes
                 came_from[after] = (state, operation)
@@ -155,7 +158,29 @@ def _stored_bytes(chain: Chain, state: _State) -> int:
     for k in range(chain.num_stages + 1):
         total += chain.activation_bytes(k) if state.activations[k] else 0
         total += chain.stage(k).variant(state.saved[k]).saved_bytes if state.saved[k] >= 0 else 0
+    for i, side in enumerate(chain.side_values):
+        total += side.num_bytes if i in state.sides else 0
+        total += side.grad_bytes if side.maker <= state.next_backward < max(side.readers) else 0
     return total
+
+
+def _moves_with_side_values(
+    chain: Chain, state: _State, persistent: bool
+) -> Iterator[tuple[Operation, _State, float, int]]:
+    for i in state.sides:
+        yield Release("s", i + 1), replace(state, sides=state.sides - {i}), 0.0, _stored_bytes(chain, state)
+    for operation, after, takes, peak in _moves(chain, state, persistent):
+        k, sides = operation.stage, state.sides
+        if not sides >= {i for i, side in enumerate(chain.side_values) if k in side.readers}:
+            continue
+        own = {i for i, side in enumerate(chain.side_values) if side.maker == k}
+        if isinstance(operation, Forward):
+            peak += sum(chain.side_values[i].num_bytes for i in own - sides)
+            sides |= own
+        else:
+            peak += sum(side.grad_bytes for side in chain.side_values if max(side.readers) == k)
+            sides -= own
+        yield operation, replace(after, sides=sides), takes, peak
 
 
 def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Operation, _State, float, int]]:

@@ -35,6 +35,35 @@ def test_the_guarantees_name_tests_that_exist() -> None:
     assert missing == []
 
 
+PAGES = [path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r": ([\w/-]+\.md)$", site, re.MULTILINE)
+    assert sorted(listed) == sorted(PAGES)
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings can be linked to, as GitHub and the site spell it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "../README.md", "../CONTRIBUTING.md", "../CHANGELOG.md"])
+def test_links_lead_somewhere(name: str) -> None:
+    page = DOCS / name
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in LINK.findall(text):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        found = (page.parent / target).resolve() if target else page
+        assert found.exists(), f"{name} leads to {target}"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{name} leads to {target}#{anchor}"
+
+
 # Every module with an example in a docstring that is run.
 WITH_EXAMPLES = [
     ".".join(path.relative_to(SOURCE).with_suffix("").parts)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.execute.executor import is_recomputing
     from lowtide.runtime.fitting.estimate import Estimate, estimate
     from lowtide.runtime.fitting.fit import fit
+    from lowtide.runtime.fitting.largest import LargestBatch, largest_batch
     from lowtide.runtime.measure.measure import measure
     from lowtide.runtime.plan.attach import attach
     from lowtide.runtime.plan.load import load_plan
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 # What imports torch is imported when it is first used.
 _LAZY = {
+    "LargestBatch": "lowtide.runtime.fitting.largest",
     "Estimate": "lowtide.runtime.fitting.estimate",
     "Plan": "lowtide.runtime.plan.plan",
     "attach": "lowtide.runtime.plan.attach",
@@ -53,6 +55,7 @@ _LAZY = {
     "fit": "lowtide.runtime.fitting.fit",
     "is_recomputing": "lowtide.runtime.execute.executor",
     "measure": "lowtide.runtime.measure.measure",
+    "largest_batch": "lowtide.runtime.fitting.largest",
     "load_plan": "lowtide.runtime.plan.load",
 }
 
@@ -71,6 +74,7 @@ __all__ = [
     "Forward",
     "Frontier",
     "InfeasibleBudgetError",
+    "LargestBatch",
     "LowtideError",
     "LowtideWarning",
     "Offload",
@@ -99,6 +103,7 @@ __all__ = [
     "fit",
     "frontier",
     "is_recomputing",
+    "largest_batch",
     "load_plan",
     "measure",
     "select",

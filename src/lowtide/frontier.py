@@ -154,9 +154,10 @@ def _budgets(table: Table, least: int, most: int, num_points: int) -> list[int]:
 def _point(chain: Chain, table: Table, budget: int) -> FrontierPoint:
     """The schedule for a budget, simulated."""
     from lowtide.strategies.nested.costs import operations_of
+    from lowtide.strategies.sides import freed
 
     decisions, _ = table.decisions(budget - _outside(chain))
-    operations = operations_of(table.costs, decisions)
+    operations = freed(chain, operations_of(table.costs, decisions))
     trace = simulate(chain, Schedule("rotor", operations))
     predicted = Predicted(trace.seconds, trace.peak_bytes, trace.idle_seconds)
     return FrontierPoint(trace.peak_bytes, trace.seconds, Schedule("rotor", operations, predicted=predicted))

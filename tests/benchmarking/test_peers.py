@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 from benchmarks import harness, peer_batches, peers
-from benchmarks.peer_batches import Search
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
 from benchmarks.peer_run import Batches, batch_lines
+
+from lowtide.runtime.fitting.largest import Search
 
 
 def row(way: str, family: str, seconds: float | None, peak_bytes: int | None, **more) -> Row:

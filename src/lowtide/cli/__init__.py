@@ -28,6 +28,7 @@ from lowtide.errors import InfeasibleBudgetError, LowtideError, LowtideWarning
 # Name, module, and the line that `lowtide --help` shows for it. To add a subcommand, add a line and its file.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "measure": ("lowtide.cli.measure", "Measure what each stage of a network costs."),
+    "batch": ("lowtide.cli.batch", "Search the largest batch that trains within a budget."),
     "estimate": ("lowtide.cli.estimate", "Say whether a network would fit a card that is not here."),
     "solve": ("lowtide.cli.solve", "Compute a schedule that stays within a memory budget."),
     "simulate": ("lowtide.cli.simulate", "Say what a schedule uses: time, peak memory, idle time."),

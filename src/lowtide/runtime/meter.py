@@ -1,4 +1,4 @@
-"""How many bytes the tensors of a device use, now and at most.
+"""Measures how many bytes the tensors of a device use, now and at most.
 
 On CUDA the figures are the caching allocator's own. On the CPU there is no such allocator: there every operation is
 watched, each storage is counted once from the moment it is made until the last tensor, saved or not, lets it go, and
@@ -76,7 +76,7 @@ class Meter:
         self.device = torch.device(device)
         kind = self.device.type
         if kind not in ("cpu", "cuda", "meta"):
-            raise ValueError(f"there is no meter for device {str(self.device)!r}; there are for cpu, cuda and meta")
+            raise ValueError(f"cannot measure the memory of device {str(self.device)!r}; use cpu, cuda or meta")
         self._account: _Account = _CudaAccount(self.device) if kind == "cuda" else _WatchedAccount(kind, search)
         self._final: tuple[int, int] | None = None
         self.start_bytes = 0

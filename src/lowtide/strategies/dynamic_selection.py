@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.checkpoints.schedule import planned
+from lowtide.strategies.checkpoints.schedule import checkpoint_schedule, planned
 from lowtide.strategies.checkpoints.sets import listed, prepared
 
 
@@ -37,8 +37,11 @@ class DynamicSelection:
         return planned("dynamic-selection", problem, checkpoints)
 
     def minimum_bytes(self, problem: Problem) -> int:
-        """Its peak."""
-        return least_peak(problem.chain)[0]
+        """Its peak; the recursion knows no side values, the simulator does."""
+        peak, checkpoints = least_peak(problem.chain)
+        if not problem.chain.side_values:
+            return peak
+        return problem.evaluate(checkpoint_schedule("dynamic-selection", problem.chain, checkpoints)).peak_bytes
 
 
 def least_peak(chain: Chain) -> tuple[int, list[int]]:

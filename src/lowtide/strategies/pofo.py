@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.chain import Chain
 from lowtide.strategies.base import Answer, Problem
-from lowtide.strategies.continuous.conversion import converted_plans, fastest, offloaded_plans, once_each
+from lowtide.strategies.continuous.conversion import (
+    converted_plans,
+    fastest,
+    offloaded_plans,
+    once_each,
+    plans_with_side_values_moved,
+)
 from lowtide.strategies.continuous.search import DEFAULT_NUM_SLOTS, ContinuousModel
 from lowtide.strategies.copies.gaps import Placement, Profile
 from lowtide.strategies.nested.costs import costs_of, operations_of, outside_bytes
@@ -20,8 +27,9 @@ class Pofo:
 
     Searches the continuous model (memory is freed and fetched bit by bit), converts its best plans into schedules that
     move each value at once, and answers with the fastest by simulation; pure recomputation and pure offloading are in
-    the search space and are tried too. Chooses among the variants of each stage. Reference: Beaumont, Eyraud-Dubois,
-    Shilova, "Efficient combination of rematerialization and offloading for training DNNs", 2021, §4 and appendix B.
+    the search space and are tried too. Chooses among the variants of each stage. Side values stay on the device in the
+    model; local search over what moves also tries to move them. Reference: Beaumont, Eyraud-Dubois, Shilova, "Efficient
+    combination of rematerialization and offloading for training DNNs", 2021, §4 and appendix B.
 
     Args:
         slots: how finely amounts of memory are told apart on long chains.
@@ -44,9 +52,15 @@ class Pofo:
         if not problem.bandwidth:
             return plan_nested(problem, costs_of(problem.chain), "pofo", None)
         model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
-        if problem.memory_budget < model.minimum_bytes:
-            raise problem.infeasible("pofo", model.minimum_bytes)
-        placements, seconds = converted_plans(problem, model, self.slots)
+        minimum = _minimum_bytes(problem.chain, model)
+        if problem.memory_budget < minimum:
+            raise problem.infeasible("pofo", minimum)
+        placements: list[Placement] = []
+        seconds: float | None = None
+        if problem.memory_budget >= model.minimum_bytes:
+            placements, seconds = converted_plans(problem, model, self.slots)
+        if problem.chain.side_values:
+            placements += plans_with_side_values_moved(problem, self.slots)
         schedule = fastest("pofo", [*placements, _recomputed(problem), *self._offloaded(problem)])
         return Answer(schedule, model_seconds=seconds)
 
@@ -54,13 +68,21 @@ class Pofo:
         """What is needed if every kept value is moved; without a link, what rotor needs."""
         if not problem.bandwidth:
             return nested_minimum_bytes(problem, costs_of(problem.chain))
-        return ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True).minimum_bytes
+        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
+        return _minimum_bytes(problem.chain, model)
 
     def _offloaded(self, problem: Problem) -> list[Placement]:
         """Pure offloading: the plans of `offload`, if feasible."""
         if problem.memory_budget < once_each(problem.chain).need_bytes(None):
             return []
         return offloaded_plans(problem, self.slots)[0]
+
+
+def _minimum_bytes(chain: Chain, model: ContinuousModel) -> int:
+    """The model keeps side values on the device; where each computation runs once, they can move."""
+    if not chain.side_values:
+        return model.minimum_bytes
+    return min(model.minimum_bytes, once_each(chain).need_bytes(None))
 
 
 def _recomputed(problem: Problem) -> Placement | None:

@@ -135,8 +135,8 @@ def test_a_hand_named_stage_that_cannot_be() -> None:
     [
         (nn.Bilinear(8, 8, 8), (torch.randn(4, 8), torch.randn(4, 8)), "stages="),
         (awkward.ChangesInput(), torch.randn(4, 8), "its input"),
-        (awkward.Checkpointing(reentrant=False), torch.randn(4, 8), "checkpoints by itself"),
-        (awkward.Checkpointing(reentrant=True), torch.randn(4, 8), "checkpoints by itself"),
+        (awkward.Checkpointing(reentrant=False), torch.randn(4, 8), "already uses torch.utils.checkpoint"),
+        (awkward.Checkpointing(reentrant=True), torch.randn(4, 8), "already uses torch.utils.checkpoint"),
         (nn.Sequential(nn.Linear(8, 8), nn.Tanh()).requires_grad_(False), torch.randn(4, 8), "requires_grad"),
         (awkward.Transformerlike(), "x", "sample"),
     ],
@@ -172,7 +172,7 @@ def test_a_compiled_block_is_one_unit() -> None:
     split = capture(model, torch.randn(4, 8))
     assert ["blocks.1"] in paths(split)
     assert ["blocks.2"] in paths(split)
-    with pytest.raises(CaptureError, match="compiled as a whole"):
+    with pytest.raises(CaptureError, match="the whole model is compiled"):
         capture(torch.compile(awkward.Transformerlike(), backend="eager"), torch.randn(4, 8))
 
 

@@ -332,7 +332,7 @@ def _check_saved_plan(path, chosen: set[int]) -> None:
     values = json.loads(path.read_text())
     for edit, complaint in (
         ({"compilation": {**values["compilation"], "torch": "1.0"}}, "checked with torch '1.0'"),
-        ({"compilation": {"budgets": "many"}}, "compilation is not well formed"),
+        ({"compilation": {"budgets": "many"}}, "which is invalid; was the file edited"),
         ({"compilation": None}, "has none compiled"),
         ({"memory_budget": "much"}, "memory_budget is 'much'"),
     ):
@@ -590,7 +590,7 @@ class Convolution(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "weights_are", "pictures_are", "backend", "expected"),
+    ("kernel", "weights_are", "images_are", "backend", "expected"),
     [
         (3, torch.contiguous_format, torch.contiguous_format, "inductor", True),
         (1, torch.contiguous_format, torch.contiguous_format, "inductor", True),
@@ -599,21 +599,21 @@ class Convolution(nn.Module):
         (3, torch.contiguous_format, torch.contiguous_format, BACKEND, False),
     ],
 )
-def test_blocks_copy_pictures_that_are_laid_out_otherwise(
-    kernel, weights_are, pictures_are, backend, expected: bool
+def test_blocks_copy_images_that_are_laid_out_otherwise(
+    kernel, weights_are, images_are, backend, expected: bool
 ) -> None:
     model = nn.Sequential(Convolution(kernel), Convolution(kernel)).to(memory_format=weights_are)
-    pictures = torch.zeros(2, 3, 8, 8).to(memory_format=pictures_are)
-    compiled = CompiledStages(model, capture(model, pictures, blocks=True), {"backend": backend})
+    images = torch.zeros(2, 3, 8, 8).to(memory_format=images_are)
+    compiled = CompiledStages(model, capture(model, images, blocks=True), {"backend": backend})
     try:
-        assert compiled.copies_pictures([pictures]) == expected
+        assert compiled.copies_images([images]) == expected
         # what the compiled blocks are handed is laid out as it says
-        assert model._modules["0"]._call_impl(pictures).is_contiguous() == (expected or backend == BACKEND)
+        assert model._modules["0"]._call_impl(images).is_contiguous() == (expected or backend == BACKEND)
     finally:
         compiled.remove()
 
 
-def test_fit_says_how_to_lay_out_pictures(monkeypatch) -> None:
+def test_fit_says_how_to_lay_out_images(monkeypatch) -> None:
     def stop(*_, **__):
         raise KeyboardInterrupt  # before anything is compiled
 

@@ -148,3 +148,13 @@ def test_rounding_is_no_difference_on_a_gpu_unless_algorithms_are_deterministic(
         assert checks._close(first, first.clone())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["spot", "strict"])
+def test_what_is_compared_can_still_be_resized(strict: bool) -> None:
+    """As FSDP does with the parameters that it gathers for a stage."""
+    model, x = network(), torch.randn(2, 8)
+    with lowtide.attach(model, each_recomputed(), strict=strict):
+        steps(model, x, NUM_BLOCKS)
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
+    assert x.untyped_storage().resizable()

@@ -49,7 +49,7 @@ def test_a_schedule_gives_back_its_selection(seed: int) -> None:
 def test_auto_improves_the_greedy_answer() -> None:
     chain = transformer_chain(36, 11.84)
     given = {"memory_budget": "8GiB", "bandwidth": 2000 * MiB}
-    greedy, best = solve(chain, strategy="weights-greedy", **given), solve(chain, **given)
+    greedy, best = solve(chain, strategy="weights-greedy", **given), solve(chain, manage_weights=True, **given)
     assert not is_close(Answer(greedy.schedule, None, greedy.lower_bound_seconds), greedy.seconds)
     assert best.seconds < greedy.seconds
     assert best.lower_bound_seconds <= best.seconds <= 1.01 * best.lower_bound_seconds

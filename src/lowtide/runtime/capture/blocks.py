@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, which are compiled as a whole: a compiler fuses nothing across the ends of a stage.
+"""Finds the repeated blocks of a model, to compile each as a whole: a compiler cannot fuse across stages.
 
 A block is an entry of an `nn.ModuleList` or `nn.Sequential` that has submodules of its own, and whose class appears
 there more than once: a layer of a transformer, a bottleneck of a ResNet. Blocks inside blocks (the stages of a Swin,
@@ -21,7 +21,7 @@ _INNER_SHARE = 0.5
 
 
 def whole_blocks(model: nn.Module, observation: Observation) -> frozenset[str]:
-    """The paths of the blocks that are not to be cut inside."""
+    """The paths of the blocks that must not be cut inside."""
     candidates = _candidates(model)
     saved_bytes = _saved_bytes(observation, candidates)
     total = Tally(observation).total_bytes

@@ -1,4 +1,4 @@
-"""From an unmodified module to the stages of a chain.
+"""Finds the stages of an unmodified module.
 
 The model is run once on the sample and watched (`capture_watch`); where to cut is reckoned from what was seen
 (`capture_cuts`); here the cuts become units and stages, or an error that says why there are none.
@@ -108,7 +108,7 @@ def check_has_data(model: nn.Module) -> None:
 
 
 def check_arguments(model: Any, stages: Any, loss: Any) -> None:
-    """Refuse what cannot be right, before anything is run.
+    """Refuse wrong arguments before anything runs.
 
     Raises:
         CaptureError: with what was given and what is expected.
@@ -118,8 +118,8 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     planned = planned_part_of(model)
     if planned is not None:
         raise CaptureError(
-            f"submodule {planned!r} has a plan of its own, and a plan is for a model as a whole; detach that one first "
-            "(plan.detach())"
+            f"submodule {planned!r} already has a plan, but a plan must cover the whole model; call its "
+            "plan.detach() first"
         )
     if loss is not None and not callable(loss):
         raise CaptureError(f"loss is {shown(loss)}, expected a function of the model's result")
@@ -138,45 +138,45 @@ def _refuse_an_empty_batch(sample: Sample) -> None:
     batched = [tensor for tensor in sample.tensors() if tensor.dim()]
     if batched and not any(tensor.numel() for tensor in batched):
         raise CaptureError(
-            f"the sample is empty ({sample}), so there is nothing to measure; give a batch of at least one"
+            f"the sample is empty ({sample}), so there is nothing to measure; pass a batch of at least one"
         )
 
 
 def _refuse_what_cannot_work(observation: Observation) -> None:
     if observation.checkpoints:
         raise CaptureError(
-            "the model checkpoints by itself (torch.utils.checkpoint), so there is nothing left to save; "
-            "switch that off (transformers: model.gradient_checkpointing_disable()) and let lowtide choose"
+            "the model already uses torch.utils.checkpoint, so nothing is left to save; turn that off "
+            "(transformers: model.gradient_checkpointing_disable()) and let lowtide choose"
         )
     if observation.caches:
         raise CaptureError(
-            f"{observation.caches[0]} is handed a cache of keys and values, which cannot be run twice; "
-            "call the model with use_cache=False"
+            f"{observation.caches[0]} gets a key-value cache, which cannot be used twice; call the model with "
+            "use_cache=False"
         )
     if observation.opaque:
         raise CaptureError(
-            f"no tensor is seen in the model's result, or in what loss= makes of it ({observation.opaque}); return "
-            "tensors from which gradients flow, or tuples, lists, dicts or dataclasses of them"
+            f"found no tensor in the model's result, or in the result of loss= ({observation.opaque}); return tensors "
+            "with gradients, or tuples, lists, dicts or dataclasses of them"
         )
     if not observation.trains:
         raise CaptureError(
-            "no gradient flows from the model's output, or from what loss= makes of it; is anything of it to be "
-            "trained (requires_grad), and is this outside of inference_mode?"
+            "no gradient flows from the model's result, or from the result of loss=; check that some parameters have "
+            "requires_grad=True, and that this is not called under inference_mode"
         )
 
 
 def _places_in_memory(model: nn.Module) -> dict[str, int]:
-    """Where the parameters lie, by name; those of other kinds (shards) come and go by themselves."""
+    """The addresses of the parameters, by name; without other kinds (shards), which come and go."""
     return {name: p.data_ptr() for name, p in model.named_parameters() if type(p) is nn.Parameter}
 
 
 def _refuse_other_data(before: dict[str, int], after: dict[str, int]) -> None:
-    """Refuse `parameter.data = ...`, which is no operation that could be watched."""
+    """Refuse `parameter.data = ...`, which cannot be watched as an operation."""
     for name, address in before.items():
         if after.get(name, address) != address:
             raise CaptureError(
-                f"the forward gives its parameter {name!r} other data (.data = ...), so running it again would give "
-                "other numbers; do that outside of the forward, for instance after the optimizer's step"
+                f"the forward replaces the data of its parameter {name!r} (.data = ...), so recomputing it would give "
+                "different numbers; do that outside the forward, for instance after the optimizer step"
             )
 
 
@@ -193,24 +193,23 @@ def _nothing_found(observation: Observation) -> str:
         reasons[reason] = reasons.get(reason, 0) + 1
     if not any(call.depth for call in observation.calls):
         return (
-            "no chain of stages was found: the model calls no submodules, so there is no place to cut it at; move "
-            "parts of its forward into submodules that are called one after the other, and where these are not found "
-            f"either, {_BY_HAND}"
+            "found no stages: the model calls no submodules, so there is no place to cut it; move parts of its forward "
+            f"into submodules that are called one after the other, and if these are not found either, {_BY_HAND}"
         )
     common = max(reasons, key=lambda reason: reasons[reason], default="no submodule is called")
     return (
-        f"no chain of stages was found: {seen}, saving {format_bytes(tally.total_bytes)}, and a stage "
-        f"can end at none of them (for instance: {common}); {_BY_HAND}"
+        f"found no stages: {seen}, saving {format_bytes(tally.total_bytes)}, but a stage can end at none of them "
+        f"(for instance: {common}); {_BY_HAND}"
     )
 
 
 def _by_hand(model: nn.Module, observation: Observation, stages: StageNames) -> Cuts:
-    """Cuts around each call that the caller names."""
+    """Cut around each call that the caller names."""
     named = [call for call in observation.calls if call.depth and _is_named(model, call, stages)]
     named = [call for call in named if not any(_inside(observation, call, other) for other in named)]
     if not named:
         paths = sorted({call.path for call in observation.calls if call.depth})
-        raise CaptureError(f"no call of a submodule matches {stages!r}; called were {', '.join(paths[:8])}, ...")
+        raise CaptureError(f"no call of a submodule matches {stages!r}; the calls are {', '.join(paths[:8])}, ...")
     boundaries = [(call.entered, call.index, True) for call in named]
     boundaries += [(call.left + 1, call.index, False) for call in named]
     cuts = nearest_cuts(observation, sorted(boundaries))

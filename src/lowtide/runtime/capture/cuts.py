@@ -1,4 +1,4 @@
-"""Where to cut a watched forward into stages: pure reckoning on an `Observation`.
+"""Decides where to cut a watched forward into stages; computes only with an `Observation`.
 
 A cut lies at the beginning or the end of a submodule's call; all calls around it are then *opened*, their own code
 becomes glue. What crosses a cut is the memory that was made before it and is read after it. A cut is possible where
@@ -77,7 +77,7 @@ class Tally:
 
     @property
     def total_bytes(self) -> int:
-        """All that the forward saves, each storage once."""
+        """Everything the forward saves, each storage once."""
         return self._saved.total
 
     def saved_bytes(self, start: int, end: int) -> int:
@@ -85,7 +85,7 @@ class Tally:
         return self._saved.between(start, end)
 
     def lost_bytes(self, serials: Iterable[int]) -> int:
-        """What of some memory nothing saves: a stage that ends there keeps it, plain training does not."""
+        """The bytes that nothing saves: a stage that ends there keeps them, plain training does not."""
         memories = self.observation.memories
         return sum(memories[serial].num_bytes for serial in serials if not memories[serial].saved)
 
@@ -179,7 +179,7 @@ def cut_at(observation: Observation, position: int, call: int, *, at_entry: bool
 
 
 def reason_against(observation: Observation, cut: Cut) -> str | None:
-    """Why a cut is impossible; None where it is possible."""
+    """Why a cut is impossible; None if it is possible."""
     for serial in cut.crossing:
         memory = observation.memories[serial]
         maker = observation.path(memory.maker)

@@ -1,4 +1,4 @@
-"""Watching one forward of a model: which submodules are called, and which memory is made, read, written, saved when.
+"""Watches one forward of a model: which submodules are called, and when memory is made, read, written and saved.
 
 A clock ticks at every operation and at every beginning and end of a submodule's call. Memory is followed storage by
 storage, below autograd, so that views, in-place operations and tensors without gradients are seen for what they are.
@@ -81,11 +81,11 @@ class Observation:
     trains: bool = False
     """Gradients flow from the output."""
     opaque: str = ""
-    """The type of the output where no tensor is seen in it."""
+    """The type of the output if no tensor was found in it."""
     checkpoints: bool = False
-    """Some part of the model checkpoints by itself."""
+    """Whether some part of the model uses torch.utils.checkpoint."""
     caches: list[str] = field(default_factory=list)
-    """Submodules that were handed a cache of keys and values."""
+    """Submodules that got a key-value cache."""
 
     def path(self, index: int) -> str:
         """The path of a call, for people."""
@@ -93,7 +93,7 @@ class Observation:
 
 
 def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = None) -> Observation:
-    """Run the model once on the sample, and the loss on its output, and say what happened.
+    """Run the model once on the sample, and the loss on its output, and return what happened.
 
     The caller sees to it that nothing that this changes stays changed (`lowtide.runtime.state.preserve`).
     """
@@ -118,40 +118,40 @@ _NOT_OF_THE_ARGUMENTS = (LowtideError, torch.OutOfMemoryError, MemoryError)
 
 
 def _result(model: nn.Module, sample: Sample) -> Any:
-    """What the model makes of the sample; where it fails, with the sample in the message."""
+    """Run the model on the sample; if it fails, the error shows the sample."""
     try:
         return sample.call(model)
     except _NOT_OF_THE_ARGUMENTS:
         raise
     except Exception as error:
         raise SampleError(
-            f"the model failed on the sample with {_described(error)}; the sample is ({sample}): give what a training "
-            "step calls the model with, a tensor, a tuple of positional or a dict of keyword arguments"
+            f"the model failed on the sample with {_described(error)}; the sample is ({sample}); pass the "
+            "arguments of a training step: a tensor, a tuple of positional or a dict of keyword arguments"
         ) from error
 
 
 def _loss(loss: Callable[[Any], Any], result: Any) -> Any:
-    """What the caller's loss makes of the model's result."""
+    """Run the caller's loss on the model's result."""
     try:
         return loss(result)
     except _NOT_OF_THE_ARGUMENTS:
         raise
     except Exception as error:
         raise CaptureError(
-            f"loss= failed with {_described(error)}; it is called with the model's result and nothing else, and again "
-            "for larger batches that come later: give loss=lambda result: loss_fn(result, y), with a y of result's size"
+            f"loss= failed with {_described(error)}; it gets only the model's result, and is called again for larger "
+            "batches; pass loss=lambda result: loss_fn(result, y), with a y that matches the batch"
         ) from error
 
 
 def _described(error: Exception) -> str:
-    """An error as a message shows it: its kind and all that it says, on one line."""
+    """Format an error for a message: its type and text, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _unpack(_: Any) -> torch.Tensor:
     raise CaptureError(
-        "the model's forward computes gradients of its own; fit the network that is differentiated, and compute them "
-        "in your loop from its result"
+        "the model's forward computes gradients itself; fit only the network that is differentiated, and compute the "
+        "gradients in your loop from its result"
     )
 
 
@@ -169,7 +169,7 @@ class _Watcher(TorchDispatchMode):
         for role, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
                 if nn.parameter.is_lazy(tensor):
-                    raise CaptureError(f"{role} {name!r} has no shape yet; call the model once on a batch, then fit it")
+                    raise CaptureError(f"{role} {name!r} has no shape yet; call the model once on a batch before fit")
                 for storage in _storages(tensor):
                     serial = self._register(storage, role)
                     if self.observation.memories[serial].role == role:  # else a parameter by a buffer's name
@@ -285,8 +285,8 @@ class _Watcher(TorchDispatchMode):
         )
         where = self.observation.path(self._stack[-1]) if self._stack else "the loss"
         raise CaptureError(
-            f"{where} changes {what} in place, so running it again would give other numbers; "
-            "use an operation that is not in place there, or register the tensor as a buffer"
+            f"{where} changes {what} in place, so recomputing it would give different numbers; "
+            "use an out-of-place operation there, or register the tensor as a buffer"
         )
 
     def _look_for_caches(self, path: str, inputs: Any) -> None:
@@ -328,12 +328,12 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         if any(path.startswith(f"{prefix}.") for prefix in hidden):
             continue
         if not path and handler_of(module) is not None:
-            raise CaptureError("a plan is attached to the model; detach it first: plan.detach()")
+            raise CaptureError("the model already has a plan; call plan.detach() first")
         if is_opaque(module):
             if not path:
                 raise CaptureError(
-                    "the model is compiled as a whole, so its stages cannot be told apart; "
-                    "hand over the model before torch.compile"
+                    "the whole model is compiled, so its stages cannot be seen; pass the model without torch.compile, "
+                    "and compile_stages=True to compile its blocks"
                 )
             hidden.append(path)
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -382,7 +382,7 @@ class _ReportingLayer(Layer):
 
 @contextmanager
 def _checkpoint_alarm(watcher: _Watcher) -> Iterator[None]:
-    """Notice `torch.utils.checkpoint` at work: its regions save nothing that could be seen."""
+    """Notice `torch.utils.checkpoint`, whose regions save nothing that can be seen."""
     hook = torch.utils.checkpoint._checkpoint_hook
     plain = hook.__init__
 

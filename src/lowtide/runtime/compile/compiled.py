@@ -1,4 +1,4 @@
-"""Compiling the units of a split, each in several variants.
+"""Compiles the units of a split, each in several variants.
 
 A *variant* of a stage is the same code compiled under another value of PyTorch's `activation_memory_budget`: the share
 of its intermediate values that a compiled function may save for its backward, which computes the rest again by itself.
@@ -167,7 +167,7 @@ class CompiledStages:
         """How many ways stage k can run; 1 where nothing of it is compiled."""
         return self._num_variants.get(k, 1)
 
-    def copies_pictures(self, sample: Iterable[torch.Tensor]) -> bool:
+    def copies_images(self, sample: Iterable[torch.Tensor]) -> bool:
         """Whether inductor copies what the convolutions of each unit read into another layout, and back.
 
         It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation:
@@ -231,8 +231,8 @@ class Compilation:
             options = json.loads(json.dumps(dict(self.options)))
         except TypeError:
             raise PlanError(
-                f"the stages are compiled with options that no file can hold ({shown(dict(self.options))}); "
-                "name the backend by a string"
+                f"the compile options cannot be saved in a file ({shown(dict(self.options))}); "
+                "give the backend as a string"
             ) from None
         return {"options": options, "budgets": list(self.budgets), "loss": self.loss, "torch": torch.__version__}
 
@@ -249,11 +249,11 @@ class Compilation:
             if loss not in (True, False, None):
                 raise TypeError
         except (KeyError, TypeError, ValueError):
-            raise PlanError(f"compilation is not well formed: {shown(values)}") from None
+            raise PlanError(f"compilation is {shown(values)}, which is invalid; was the file edited?") from None
         if budgets and version != torch.__version__:
             raise PlanError(
-                f"the variants of its stages were checked with torch {shown(version)}, and this is "
-                f"{torch.__version__}; fit again"
+                f"the variants in this plan were checked with torch {shown(version)}, but this is "
+                f"{torch.__version__}; call fit again"
             )
         return cls(options, budgets, loss)
 

@@ -11,6 +11,7 @@ Shapes and dtypes are compared always (`saved`). Values are compared in two ways
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Collection
 from enum import Enum
@@ -107,7 +108,7 @@ def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
     if tensor.untyped_storage()._cdata in ignored:
         return None
     data = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy().tobytes())
+    return zlib.crc32(ctypes.string_at(data.data_ptr(), data.nbytes))  # numpy's view would keep FSDP from resizing it
 
 
 def _differs(name: str, tensor: str) -> ExecutionError:
@@ -327,6 +328,7 @@ def _sample(tensor: torch.Tensor, turn: int) -> Sample:
     picked = row.as_strided((length,), (step * stride,), row.storage_offset() + begin * stride)
     if not picked.is_cpu:
         return picked.clone()
+    picked = picked.clone()  # a storage of which numpy has had a view cannot be resized, and FSDP resizes its own
     if picked.dtype not in _NUMPY_HAS:
-        picked = picked.contiguous().view(torch.uint8)
+        picked = picked.view(torch.uint8)
     return picked.numpy().tobytes()

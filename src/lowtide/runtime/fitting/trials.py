@@ -46,8 +46,8 @@ _ROUNDING_BYTES = 4 * 2**20
 
 # Blocks of ResNet-101 in fp32, 500 px, compiled one by one on an H200: 59 ms on the device as it is, and 39 ms so.
 _LAYOUT_ADVICE = (
-    "each compiled block copies its pictures into another layout, and back; convert once: "
-    "model.to(memory_format=torch.channels_last), and the pictures likewise"
+    "each compiled block copies its images into another layout and back; convert once: "
+    "model.to(memory_format=torch.channels_last), and the images too"
 )
 
 
@@ -94,7 +94,7 @@ def measured_for(
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
         compiled = None if compilation is None else compilation.of(model, split)
-        if compiled is not None and compiled.copies_pictures(sample.tensors()):
+        if compiled is not None and compiled.copies_images(sample.tensors()):
             warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
         try:
             chain = measure_split(

@@ -1,4 +1,4 @@
-"""Stepping between a caller and a model and its units: the layers of one plan, or of one recording."""
+"""Intercepts calls of a model and its units, for one plan or one recording."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Interception:
             positions.setdefault(path, {})[occurrence] = position
         modules = {path: _submodule(model, path) for path in positions}
         if len(set(map(id, modules.values()))) != len(modules):
-            raise PlanError("one submodule appears under two paths among the units; name it by one of them")
+            raise PlanError("a submodule appears under two paths among the units; use only one of them")
         self._layers: list[Layer] = [
             UnitLayer(modules[path], path, found, self.current) for path, found in positions.items() if path
         ]
@@ -122,7 +122,7 @@ def _submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         module = model.get_submodule(path)
     except AttributeError:
-        raise PlanError(f"the model has no submodule {path!r}, which the plan names as a unit") from None
+        raise PlanError(f"the model has no submodule {path!r}; use the model that the plan was made for") from None
     if isinstance(module, torch.jit.ScriptModule):
-        raise PlanError(f"submodule {path!r} is a TorchScript module, which cannot be watched; attach to the original")
+        raise PlanError(f"submodule {path!r} is a TorchScript module, which cannot be watched; use the original module")
     return module

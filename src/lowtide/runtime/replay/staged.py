@@ -188,8 +188,9 @@ class StagedForward:
         elif self._next != len(self.layout.units):
             path, occurrence = self.layout.units[self._next]
             raise ExecutionError(
-                f"the model's forward ended before it called {path!r} (call {occurrence}), with which stage "
-                f"{self.layout.names[self.layout.stage_at[self._next] - 1]!r} goes on; {_ADVICE}"
+                f"the model's forward ended before it called {path!r} (call {occurrence}) of stage "
+                f"{self.layout.names[self.layout.stage_at[self._next] - 1]!r}: it took a different code path than "
+                f"during capture; {_ADVICE}"
             )
         returned = {
             found[1]: t for t in tensors_of(result) if (found := self.ledger.find(t)) and found[0] == self.stage
@@ -249,8 +250,8 @@ class StagedForward:
         if self._next < len(self.layout.units):
             expected = "{!r} (call {})".format(*self.layout.units[self._next])
         return ExecutionError(
-            f"the model called {layer.path!r} (call {occurrence}) where {expected} was expected: its forward takes "
-            f"another way than when it was captured; {_ADVICE}"
+            f"the model called {layer.path!r} (call {occurrence}) where {expected} was expected: its forward took a "
+            f"different code path than during capture; {_ADVICE}"
         )
 
     def _cross(self) -> None:
@@ -260,7 +261,7 @@ class StagedForward:
     # The mode
 
     def _suspend_mode(self) -> None:
-        """Take the mode from the stack, wherever it stands: the user's code may have put modes above it."""
+        """Take the mode off the stack, wherever it is: the user's code may have put modes above it."""
         if self._mode is None or self._depth is not None:
             return
         above = []
@@ -271,7 +272,7 @@ class StagedForward:
             _push_on_torch_function_stack(above.pop())
 
     def _resume_mode(self) -> None:
-        """Put it back where it stood, below whatever the user's code has put on the stack since."""
+        """Put it back in its place, below whatever the user's code has put on the stack since."""
         if self._mode is None or self._depth is None:
             return
         above = []
@@ -292,7 +293,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
-_ADVICE = "detach the plan and fit again, or merge the stages whose order varies"
+_ADVICE = "call plan.detach() and then fit again, or merge the stages whose order varies"
 
 
 class GlueMode(TorchFunctionMode):

@@ -270,15 +270,15 @@ class Tape:
 
     def _refuse(self, what: str, name: str) -> None:
         self.refusal = (
-            f"stage {self.name!r} changes {what} in place ({name}), so it cannot be run again; "
-            "make it one stage with the one before, or work on a copy"
+            f"stage {self.name!r} changes {what} in place ({name}), so it cannot be recomputed; "
+            "merge it with the stage before, or work on a copy"
         )
 
     def refuse_transform(self) -> None:
         """The stage differentiates through a transform of torch.func between its calls, which no tape can repeat."""
         self.refusal = (
             f"stage {self.name!r} uses a transform of torch.func (vmap, jvp) between its submodules, so it cannot be "
-            "run again; do that inside a submodule"
+            "recomputed; do that inside a submodule"
         )
 
     def end(self) -> None:
@@ -362,14 +362,14 @@ class Tape:
             if version_of(held.tensor) != held.version and not self._is_state(held.tensor):
                 raise ExecutionError(
                     f"stage {self.name!r} reads a tensor of shape {list(held.tensor.shape)} that was changed in place "
-                    "between forward and backward; work on a copy, or change it after the backward pass"
+                    "between forward and backward; work on a copy, or change it after backward"
                 )
 
     def _run_call(self, entry: TapedCall, values: list[Any]) -> None:
         if entry.module is not None and entry.module.training != entry.training:
             raise ExecutionError(
-                f"stage {self.name!r}: module {entry.name!r} was switched between train() and eval() between forward "
-                "and backward; switch after the backward pass"
+                f"stage {self.name!r}: module {entry.name!r} changed between train() and eval() after forward; "
+                "switch modes after backward"
             )
         args = [build(form, values) for form in entry.args]
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
@@ -385,8 +385,8 @@ class Tape:
         made = tensors_of(result)
         if len(made) != len(entry.results):
             raise ExecutionError(
-                f"stage {self.name!r}: {entry.name} returned {len(made)} tensors when it ran again and "
-                f"{len(entry.results)} the first time; what a stage does must follow from its input alone"
+                f"stage {self.name!r}: {entry.name} returned {len(made)} tensors when recomputed, but "
+                f"{len(entry.results)} the first time; what a stage does must depend only on its input"
             )
         for slot, tensor in zip(entry.results, made, strict=True):
             if slot != _NOWHERE:

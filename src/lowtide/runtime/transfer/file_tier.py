@@ -1,4 +1,4 @@
-"""The lower tier of the CPU: a mapped file in a temporary folder, written and read by threads of its own.
+"""The lower tier of the CPU: a mapped file in a temporary folder, written and read by its own threads.
 
 What is stored there is in the system's file cache and on the disk, no longer in the process: its pages are let go from
 the mapping as soon as they are written, or read.
@@ -35,8 +35,9 @@ class _Piece:
                 self.map = mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             raise ExecutionError(
-                f"no file of {format_bytes(num_bytes)} for offloaded activations in {folder or tempfile.gettempdir()}: "
-                f"{error.strerror or error}; set TMPDIR to a folder with room, or fit without offloading"
+                f"cannot create a file of {format_bytes(num_bytes)} for offloaded activations in "
+                f"{folder or tempfile.gettempdir()}: {error.strerror or error}; set TMPDIR to a folder with room, or "
+                "call fit without offloading (bandwidth=0)"
             ) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
@@ -95,7 +96,7 @@ class FileTier:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="lowtide-from-file")
 
     def _enter_process(self) -> None:
-        """In a forked child, begin anew: threads do not survive a fork, and the files are the parent's."""
+        """In a forked child, start over: threads do not survive a fork, and the files are the parent's."""
         if self._process != os.getpid():
             self._open()
 
@@ -117,14 +118,14 @@ class FileTier:
         self._enter_process()
         if region.process != self._process:
             raise ExecutionError(
-                "backward needs activations that were offloaded before this process was forked, and only the parent "
-                "process can fetch them; call the model in the process that calls backward"
+                "backward needs activations that were offloaded before this process was forked; only the parent "
+                "process can fetch them, so call the model in the process that calls backward"
             )
         storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
         return storages, _FileTicket(self._reader.submit(_read, region, storages))
 
     def close(self) -> None:
-        """End the threads; what is stored stays readable no longer."""
+        """End the threads; what is stored can no longer be read."""
         self._writer.shutdown(wait=True)
         self._reader.shutdown(wait=True)
 

@@ -1,4 +1,4 @@
-"""The lower tier of a CUDA device: pinned host memory, copied to and fro on two streams of their own.
+"""The lower tier of a CUDA device: pinned host memory, copied on two separate streams.
 
 Memory follows from the order of the list alone: a copy down starts after what the compute stream was given before it,
 and whoever frees the storage makes the compute stream wait for the copy first; a copy up goes into memory that was
@@ -122,7 +122,7 @@ class PinnedTier:
         return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self._device)
 
     def close(self) -> None:
-        """Wait for copies under way; the memory goes when nothing refers to it any more."""
+        """Wait for copies under way; the memory is freed when nothing refers to it."""
         self.to_host.synchronize()
         self.to_device.synchronize()
 
@@ -137,15 +137,15 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError:
         raise ExecutionError(
-            f"the host has no {format_bytes(num_bytes)} for offloaded activations; set host_memory_budget=, or fit "
-            "without offloading (bandwidth=0)"
+            f"the host has no {format_bytes(num_bytes)} free for offloaded activations; set host_memory_budget=, or "
+            "call fit without offloading (bandwidth=0)"
         ) from None
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
         warnings.warn(
-            f"{format_bytes(num_bytes)} of host memory could not be pinned; copies will not overlap with computing, "
-            "and steps will be slower than predicted; raise the limit of locked memory (ulimit -l)",
+            f"{format_bytes(num_bytes)} of host memory could not be pinned, so copies will not overlap with "
+            "computation and steps will be slower than predicted; raise the limit of locked memory (ulimit -l)",
             LowtideWarning,
             stacklevel=2,
         )

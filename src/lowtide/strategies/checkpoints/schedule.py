@@ -8,6 +8,7 @@ from itertools import pairwise
 from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Operation, Schedule
 from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.sides import freed
 
 
 def checkpoint_schedule(strategy: str, chain: Chain, checkpoints: Sequence[int]) -> Schedule:
@@ -26,7 +27,7 @@ def checkpoint_schedule(strategy: str, chain: Chain, checkpoints: Sequence[int])
         if not (segment is segments[-1] or _saves_output_only(chain, segment)):
             operations += _saved(segment)
         operations += (Backward(k) for k in reversed(segment))
-    return Schedule(strategy, tuple(operations))
+    return Schedule(strategy, freed(chain, operations))
 
 
 def planned(strategy: str, problem: Problem, checkpoints: Sequence[int]) -> Answer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Operation, Schedule
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested.costs import Costs, costs_of, outside_bytes
+from lowtide.strategies.sides import freed
 
 Starts = tuple[int, ...]
 """The first stage of each segment, from 1 on."""
@@ -30,13 +31,13 @@ class Segmentation:
     seconds: float
     peak_bytes: int
 
-    def schedule(self, strategy: str, num_stages: int) -> Schedule:
+    def schedule(self, strategy: str, chain: Chain) -> Schedule:
         """Its operations."""
-        return Schedule(strategy, tuple(_operations(self.starts, num_stages)))
+        return Schedule(strategy, freed(chain, _operations(self.starts, chain.num_stages)))
 
 
 def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
-    """What it costs to cut a chain this way; `costs` are those of variant 0."""
+    """What it costs to cut a chain without side values this way; `costs` are those of variant 0."""
     again = sum(costs.split_until[p] - costs.forward_until[s - 1] for s, p in itertools.pairwise(starts))
     return Segmentation(starts, chain.compute_seconds + float(again), outside_bytes(chain) + _peak(costs, starts))
 
@@ -52,7 +53,7 @@ def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -
     if not feasible:
         raise problem.infeasible(strategy, min(candidate.peak_bytes for candidate in candidates))
     best = min(feasible, key=lambda candidate: (candidate.seconds, candidate.peak_bytes))
-    schedule = best.schedule(strategy, problem.chain.num_stages)
+    schedule = best.schedule(strategy, problem.chain)
     return Answer(schedule, details={"num_segments": len(best.starts)})
 
 
@@ -63,7 +64,11 @@ def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
 
 def _candidates(problem: Problem, cuts: Iterable[Starts]) -> list[Segmentation]:
     costs = costs_of(problem.chain, variants=False)
-    return [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
+    found = [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
+    if problem.chain.side_values:  # the simulator knows their lifetimes
+        peaks = (problem.evaluate(each.schedule("", problem.chain)).peak_bytes for each in found)
+        found = [replace(each, peak_bytes=peak) for each, peak in zip(found, peaks, strict=True)]
+    return found
 
 
 def _operations(starts: Starts, num_stages: int) -> Iterator[Operation]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Schedule
@@ -35,6 +37,8 @@ _MOST_WORK = 600_000
 _DEAR = 3e-3
 # The shares of the memory above the minimum for which they are made; the rest is held back for values in flight.
 _SHARES = (0.97, 0.94, 0.9, 0.85, 0.8)
+# What is held back for side values where they may move, as shares of all their bytes.
+_SHARES_OF_SIDE_VALUES = (0.0, 0.25, 0.5, 0.75, 1.0)
 # With so many gaps there are 1024 choices, which takes some 20 ms; each gap more doubles that.
 _MOST_GAPS_TRIED_OUT = 10
 
@@ -46,8 +50,10 @@ def once_each(chain: Chain) -> Profile:
     return Profile(chain, [*order, *(Backward(k) for k in reversed(stages))])
 
 
-def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], float]:
+def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], float | None]:
     """Schedules in which each computation runs once, and the time of the best plan of that kind in the model.
+
+    The model keeps side values on the device: where they have to move there is no such plan, and no time.
 
     Args:
         problem: with a bandwidth above 0, and a budget of at least what `once_each` needs with everything moved.
@@ -55,9 +61,13 @@ def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], floa
     """
     profile = once_each(problem.chain)
     model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
-    found, seconds = converted_plans(problem, model, slots)
+    found: list[Placement] = []
+    seconds: float | None = None
+    if problem.memory_budget >= model.minimum_bytes:
+        found, seconds = converted_plans(problem, model, slots)
     everything = profile.place(None, problem.memory_budget, problem.bandwidth, duplex=problem.duplex)
     found += [everything] if everything is not None else []
+    found += [] if seconds is not None else _searched(problem, profile, np.ones(len(profile.gaps), dtype=np.bool_))
     waits = min(placement.seconds for placement in found) > profile.compute_seconds
     tried = _best_of_all_choices(problem, profile) if waits else None
     return [*found, *([tried] if tried is not None else [])], seconds
@@ -100,8 +110,11 @@ def _placed(problem: Problem, plans: Sequence[ContinuousPlan], goal_seconds: flo
     """The plans converted, and where that leaves the best of them above the goal, searched for better choices too."""
     placements = [placement for plan in plans if (placement := converted(problem, plan)) is not None]
     if min((placement.seconds for placement in placements), default=math.inf) > goal_seconds * (1 + _CHEAP):
-        searched = (_searched(problem, plan) for plan in plans[:_NUM_SEARCHED])
-        placements += [placement for placement in searched if placement is not None]
+        for plan in plans[:_NUM_SEARCHED]:
+            profile = Profile(problem.chain, plan.order)
+            start = np.zeros(len(profile.gaps), dtype=np.bool_)
+            start[_moved(plan, profile)] = True
+            placements += _searched(problem, profile, start)
     return placements
 
 
@@ -111,15 +124,32 @@ def converted(problem: Problem, plan: ContinuousPlan) -> Placement | None:
     return _place(problem, profile, _moved(plan, profile))
 
 
-def _searched(problem: Problem, plan: ContinuousPlan) -> Placement | None:
-    """The same computations with the best choice of values to move that a local search finds."""
-    profile = Profile(problem.chain, plan.order)
-    if not profile.gaps:
-        return None
-    start = np.zeros(len(profile.gaps), dtype=np.bool_)
-    start[_moved(plan, profile)] = True
-    found = descend(problem, profile, start, _MOST_WORK)
-    return None if found is None else _place(problem, profile, np.flatnonzero(found[0]).tolist())
+def plans_with_side_values_moved(problem: Problem, slots: int) -> list[Placement]:
+    """Schedules that may move side values, too; maybe none.
+
+    They are planned as if side values took no room, for less and less memory. What they then lack is found by moving.
+    """
+    chain = replace(problem.chain, side_values=())
+    model = ContinuousModel.of(chain, problem.bandwidth, recompute=True)
+    all_bytes = sum(side.num_bytes for side in problem.chain.side_values)
+    found: list[Placement] = []
+    for share in _SHARES_OF_SIDE_VALUES:
+        budget = problem.memory_budget - int(share * all_bytes)
+        if budget < model.minimum_bytes:
+            break
+        for plan in model.plans(budget, slots, _NUM_SEARCHED):
+            profile = Profile(problem.chain, plan.order)
+            start = np.array([gap.value[0] == "s" for gap in profile.gaps], dtype=np.bool_)
+            start[_moved(plan, profile)] = True
+            found += _searched(problem, profile, start)
+    return found
+
+
+def _searched(problem: Problem, profile: Profile, start: NDArray[np.bool_]) -> list[Placement]:
+    """The same computations with the best choice of values to move that a local search finds, where it finds one."""
+    found = descend(problem, profile, start, _MOST_WORK) if profile.gaps else None
+    placement = None if found is None else _place(problem, profile, np.flatnonzero(found[0]).tolist())
+    return [] if placement is None else [placement]
 
 
 def _moved(plan: ContinuousPlan, profile: Profile) -> list[int]:

@@ -9,6 +9,9 @@ value that is moved is away during (a part of) its gap. `place` turns an order a
 - a value is fetched as early as memory allows, in the order of need.
 
 Memory follows from the order of the list alone, so the placement needs clocks only to choose which copy to wait for.
+A side value leaves for good right after the last computation that needs it, and right after each forward of its maker
+that comes later.
+
 With the releases given and the order of fetches fixed, fetching as early as memory allows is best: a value that is
 needed sooner holds its room at the time a later one would be fetched in any case. Which values to move, and in which
 order, is a packing problem; that choice is the caller's (`lowtide.strategies.copies.improve` searches it).
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 
 from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Value
+from lowtide.strategies import sides
 from lowtide.strategies.copies.placement import NEVER, GapArrays, place_copies
 
 Order = Sequence[Forward | Backward]
@@ -74,6 +78,7 @@ class Profile:
         self.seconds = np.zeros(len(self.order))
         self.peak_bytes = np.zeros(len(self.order), dtype=np.int64)
         self.gaps: tuple[Gap, ...] = ()
+        self.freed: dict[int, list[Release]] = {}  # by position, the side values that nothing needs after it
         _Reader(self).read()
         self._gap_arrays = _arrays_of(self.gaps)
 
@@ -139,6 +144,7 @@ class Profile:
         for position, computation in enumerate(self.order):
             listed.extend(before.get(position, ()))
             listed.append(computation)
+            listed.extend(self.freed.get(position, ()))
         return tuple(listed)
 
 
@@ -161,6 +167,7 @@ class _Reader:
         self.next_backward = chain.num_stages
         self.stored = chain.fixed_bytes + chain.input_bytes + chain.gradient_bytes(chain.num_stages)
         self.gaps: list[Gap] = []
+        self.last_uses = sides.last_uses(chain, profile.order)
 
     def read(self) -> None:
         """Fill the profile's arrays and gaps."""
@@ -178,10 +185,11 @@ class _Reader:
         made: Value = ("abar", k) if save == "all" else ("a", k)
         num_bytes = way.saved_bytes if save == "all" else stage.output_bytes
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
+        transient_bytes = self._side_values(position, k)
         is_unwanted = save == "all" and k == self.next_backward < self.chain.num_stages
         seconds = way.rerun_seconds if is_unwanted else way.forward_seconds
         extra_bytes = way.saving_extra_bytes if save == "all" else stage.forward_extra_bytes
-        self._note(position, seconds, num_bytes + extra_bytes)
+        self._note(position, seconds, num_bytes + extra_bytes + transient_bytes)
         self.sizes[made] = num_bytes
         self.made[made] = self.touched[made] = position
         self.stored += num_bytes
@@ -189,6 +197,7 @@ class _Reader:
             self.variant[k] = operation.variant
         elif save == "drop":
             self._remove(position, ("a", k - 1))
+        self._free_side_values(position)
 
     def _backward(self, position: int, operation: Backward) -> None:
         k = operation.stage
@@ -196,14 +205,41 @@ class _Reader:
         way = stage.variant(self.variant[k])
         weight_grad = 0 if chain.grads_resident else stage.weight_grad_bytes
         made = chain.gradient_bytes(k - 1) + weight_grad
+        made += sum(side.grad_bytes for side in chain.side_values if side.readers[-1] == k)
         self._touch(position, ("abar", k))
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
+        self._side_values(position, k)
         self._note(position, way.backward_seconds, made + way.backward_extra_bytes)
         self.stored += made - chain.gradient_bytes(k)
+        self.stored -= sum(side.grad_bytes for side in chain.side_values if side.maker == k)
         for value in (("abar", k), ("a", k - 1)):
             if value in self.sizes:
                 self._remove(position, value)
+        self._free_side_values(position)
         self.next_backward = k - 1
+
+    def _side_values(self, position: int, k: int) -> int:
+        """Touch what a computation of stage k reads, and make what its forward makes; the bytes made in vain."""
+        in_vain = 0
+        for i, last_use in self.last_uses.items():
+            side, value = self.chain.side_value(i), ("s", i)
+            if k in side.readers or (k == side.maker and value in self.sizes):
+                self._touch(position, value)
+            elif k == side.maker and isinstance(self.profile.order[position], Forward):
+                if position > last_use:
+                    in_vain += side.num_bytes
+                    self.profile.freed.setdefault(position, []).append(Release("s", i))
+                    continue
+                self.sizes[value] = side.num_bytes
+                self.made[value] = self.touched[value] = position
+                self.stored += side.num_bytes
+        return in_vain
+
+    def _free_side_values(self, position: int) -> None:
+        for i, last_use in self.last_uses.items():
+            if last_use == position:
+                self.stored -= self.sizes.pop(("s", i))
+                self.profile.freed.setdefault(position, []).append(Release("s", i))
 
     def _note(self, position: int, seconds: float, transient_bytes: int) -> None:
         self.profile.seconds[position] = seconds

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Release, Schedule, Value
 from lowtide.strategies.base import Problem
-from lowtide.strategies.copies.gaps import Gap, Profile
+from lowtide.strategies.copies.gaps import Profile
 from lowtide.strategies.copies.placement import NEVER
 
 # A try costs a pass over computations and gaps, some 0.1 ms with 100 stages: this bounds the search to a few seconds.
@@ -39,7 +40,8 @@ def improve(problem: Problem, schedule: Schedule) -> Schedule | None:
         return None
     seconds = problem.evaluate(schedule).seconds
     start = np.zeros(len(profile.gaps), dtype=np.bool_)
-    start[[index for index, gap in enumerate(profile.gaps) if _is_away(gap, schedule)]] = True
+    away = _releases(problem.chain, schedule)
+    start[[index for index, gap in enumerate(profile.gaps) if (gap.value, gap.begin) in away]] = True
     found = descend(problem, profile, start, MOST_WORK)
     if found is None or found[1] >= seconds * (1 - _LEAST_GAIN):
         return None
@@ -53,14 +55,10 @@ def improve(problem: Problem, schedule: Schedule) -> Schedule | None:
     return better if trace.seconds < seconds and trace.peak_bytes <= problem.memory_budget else None
 
 
-def _is_away(gap: Gap, schedule: Schedule) -> bool:
-    """Whether a schedule releases the gap's value within the gap."""
-    return (gap.value, gap.begin) in _releases(schedule)
-
-
-def _releases(schedule: Schedule) -> set[tuple[Value, int]]:
+def _releases(chain: Chain, schedule: Schedule) -> set[tuple[Value, int]]:
     """Each released value with the position, among the computations, of the last one that touched it."""
     touched: dict[Value, int] = {("a", 0): -1}
+    sides = [(("s", i), {side.maker, *side.readers}) for i, side in enumerate(chain.side_values, start=1)]
     found: set[tuple[Value, int]] = set()
     position = 0
     for operation in schedule.operations:
@@ -71,6 +69,7 @@ def _releases(schedule: Schedule) -> set[tuple[Value, int]]:
             made = ("abar", k) if isinstance(operation, Backward) or operation.save == "all" else ("a", k)
             for value in (made, ("a", k - 1), ("abar", k - 1)):
                 touched[value] = position
+            touched.update((value, position) for value, stages in sides if k in stages)
             position += 1
     return found
 

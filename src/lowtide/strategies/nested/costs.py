@@ -5,9 +5,9 @@ A schedule of the stages s..t begins with a[s-1] and delta[t] on the device and 
 - `all`: forward s with all it saves (in one of the stage's ways), a schedule of s+1..t, backward s;
 - `split` at p: forward s keeping its input, forward s+1..p-1 without saving, a schedule of p..t, one of s..p-1.
 
-What stands beside the stages s..t while they are processed is delta[t] and the weight gradients of all stages after t,
-`Costs.beside`. The bytes available to s..t are the budget less what is fixed and less what the schedules around it
-store, a[s-1] included; `Costs.beside` counts against them.
+What stands beside the stages s..t while they are processed is delta[t], the weight gradients of all stages after t, and
+side values (see `lowtide.strategies.sides`): `Costs.beside`. The bytes available to s..t are the budget less what is
+fixed and less what the schedules around it store, a[s-1] included; `Costs.beside` counts against them.
 
 What s..t ends with, forward t and at once backward t, is after the backward of t+1, so that nothing needs a[t]:
 for t < n that forward takes `rerun_seconds`.
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from lowtide.chain import Chain, Stage
 from lowtide.schedule import Backward, Forward
+from lowtide.strategies import sides
 
 Bytes = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -46,7 +47,9 @@ class Costs(NamedTuple):
     activation: Bytes
     """a[k]"""
     beside: Bytes
-    """delta[t] and the weight gradients of the stages after t."""
+    """delta[t], the weight gradients of the stages after t, and the side values beside s..t."""
+    sides: Bytes
+    """`sides.forward_bytes`: side values during forward k of s..t above those in `beside`; without any, no entries."""
     forward_extra: Bytes
     forward_until: Seconds
     """The seconds of forward 1..k, as variant 0."""
@@ -86,12 +89,13 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
     n = chain.num_stages
     made = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages]
     made_after = [sum(made), *(sum(made) - np.cumsum(made, dtype=np.int64))]
-    beside = [chain.gradient_bytes(k) + int(made_after[k]) for k in range(n + 1)]
+    standing, made_gradients = sides.standing_bytes(chain), sides.made_gradient_bytes(chain)
+    beside = [chain.gradient_bytes(k) + int(made_after[k]) + int(standing[k]) for k in range(n + 1)]
     forward_until = np.concatenate(([0.0], np.cumsum([stage.forward_seconds for stage in chain.stages])))
     ways: list[_Way] = []
     first_way, fastest, fastest_last = [0, 0], [0.0], [0.0]
     for k, stage in enumerate(chain.stages, start=1):
-        during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1]
+        during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1] + int(made_gradients[k])
         num_ways = stage.num_variants if variants else 1
         own = [_way_of(stage, v, during_backward, may_end_early=reruns and k < n) for v in range(num_ways)]
         fastest.append(min(way.seconds for way in own))
@@ -113,6 +117,7 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
         saves_ahead=saves_ahead,
         activation=np.array([chain.activation_bytes(k) for k in range(n + 1)], np.int64),
         beside=np.array(beside, np.int64),
+        sides=sides.forward_bytes(chain),
         forward_extra=np.array([0, *(stage.forward_extra_bytes for stage in chain.stages)], np.int64),
         forward_until=forward_until,
         split_until=split_until,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.strategies.nested.costs import Costs, Seconds
-from lowtide.strategies.nested.least import Least, own_peak, slower_as
+from lowtide.strategies.nested.least import Least, forward_peak, own_peak, slower_as
 from lowtide.strategies.nested.rows import (
     BLOCK,
     Rows,
@@ -116,15 +116,14 @@ def _finish_row(
 @kernel
 def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, t: int) -> None:
     """With how many slots the forwards before each split of s..t fit."""
-    activation, forward_extra, beside = costs.activation, costs.forward_extra, costs.beside[t]
     begins, i, j = tile.begins, s - tile.s_first, t - tile.t_first
     begin, high = rows.lowest[s, t], rows.highest[s, t]
     highest_peak = 0
     for p in range(s + 1, t + 1):
-        peak = activation[p - 1] + forward_extra[p - 1] + (activation[p - 2] if p > s + 1 else 0)
+        peak = forward_peak(costs, s, p - 1, t)
         if peak > highest_peak:
             highest_peak = peak
-            begin = max(begin, min(high, rounded_up(beside + peak, unit_bytes)))
+            begin = max(begin, min(high, rounded_up(peak, unit_bytes)))
         begins[i, j, p] = begin
 
 
@@ -135,7 +134,7 @@ def _try_all(
     """Lower a row to what starting with `all` costs, over the ways of stage s."""
     low, high = rows.lowest[s, t], rows.highest[s, t]
     for way in range(costs.first_way[s], costs.first_way[s + 1]):
-        begin = max(low, rounded_up(own_peak(costs, way, t), unit_bytes))
+        begin = max(low, rounded_up(own_peak(costs, way, s, t), unit_bytes))
         flat = begin
         if s < t:
             saved = costs.way_saved[way]

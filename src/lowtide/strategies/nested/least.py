@@ -47,8 +47,8 @@ def _fill(
             best, best_slower, most = _least_all(costs, least, slower, ample, s, t)
             peak = 0
             for p in range(s + 1, t + 1):
-                peak = max(peak, forward_peak(costs, s, p - 1))
-                needs = max(costs.beside[t] + peak, costs.activation[p - 1] + least_by_end[t, p], least[s, p - 1])
+                peak = max(peak, forward_peak(costs, s, p - 1, t))
+                needs = max(peak, costs.activation[p - 1] + least_by_end[t, p], least[s, p - 1])
                 if needs <= best:
                     takes = costs.split_until[p] - costs.forward_until[s - 1] + slower_by_end[t, p] + slower[s, p - 1]
                     if needs < best or takes < best_slower:
@@ -63,10 +63,10 @@ def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int
     """What starting s..t with `all` needs at least, how much slower that is, and what the fastest schedule needs."""
     best, best_slower, most = _NEVER, np.inf, _NEVER
     if s < t and not costs.saves_ahead:
-        during_forward = costs.beside[t] + forward_peak(costs, s, s)
+        during_forward = forward_peak(costs, s, s, t)
         return best, best_slower, max(during_forward, costs.activation[s] + ample[s + 1, t], ample[s, s])
     for way in range(costs.first_way[s], costs.first_way[s + 1]):
-        needs = at_most = own_peak(costs, way, t)
+        needs = at_most = own_peak(costs, way, s, t)
         own_slower = takes = slower_as(costs, way, s, t)
         if s < t:
             needs = max(needs, costs.way_saved[way] + least[s + 1, t])
@@ -86,13 +86,19 @@ def slower_as(costs: Costs, way: int, s: int, t: int) -> float:
 
 
 @kernel
-def own_peak(costs: Costs, way: int, t: int) -> int:
-    """The peak of a way's forward, with what stands beside s..t, and of its backward."""
-    return int(max(costs.beside[t] + costs.way_forward[way], costs.way_backward[way]))
+def beside_forward(costs: Costs, k: int, t: int) -> int:
+    """What stands beside s..t during forward k."""
+    return int(costs.beside[t] + costs.sides[k, t]) if costs.sides.shape[0] else int(costs.beside[t])
 
 
 @kernel
-def forward_peak(costs: Costs, s: int, k: int) -> int:
-    """The peak of forward k on the way from s to a split; the input of s itself is not counted."""
-    peak = int(costs.activation[k] + costs.forward_extra[k])
+def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
+    """The peak of the forward of stage s in a way, with what stands beside s..t, and of its backward."""
+    return int(max(beside_forward(costs, s, t) + costs.way_forward[way], costs.way_backward[way]))
+
+
+@kernel
+def forward_peak(costs: Costs, s: int, k: int, t: int) -> int:
+    """The peak of forward k on the way from s to a split of s..t; the input of s itself is not counted."""
+    peak = beside_forward(costs, k, t) + int(costs.activation[k] + costs.forward_extra[k])
     return peak + int(costs.activation[k - 1]) if k > s else peak

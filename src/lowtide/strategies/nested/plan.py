@@ -6,6 +6,7 @@ from lowtide.schedule import Schedule
 from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested.costs import Costs, operations_of, outside_bytes
 from lowtide.strategies.nested.table import Table, least_memory
+from lowtide.strategies.sides import freed
 from lowtide.strategies.slots import default_num_slots
 
 
@@ -24,7 +25,7 @@ def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int |
     table = Table.of(costs, least, available, most_slots or default_num_slots(costs.num_stages))
     decisions, slower = table.decisions(available)
     return Answer(
-        Schedule(strategy, operations_of(costs, decisions)),
+        Schedule(strategy, freed(problem.chain, operations_of(costs, decisions))),
         lower_bound_seconds=costs.fastest_seconds + slower if table.is_exact else None,
         details={} if table.slots is None else {"slots": table.slots.num_slots, "slot_bytes": table.slots.unit_bytes},
     )

@@ -102,10 +102,9 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
                 count, lowest = _merged(scratch, lowest, count, added), 1 - lowest
             if count > most_stairs:
                 return -1, lowest, num_steps
-    peak = 0
+    begin = 0
     for p in range(s + 1, t + 1):
-        peak = max(peak, forward_peak(costs, s, p - 1))
-        begin = costs.beside[t] + peak
+        begin = max(begin, forward_peak(costs, s, p - 1, t))
         if begin > most:
             break
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
@@ -124,7 +123,7 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
 def _option_all(costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: int, t: int, most: int) -> int:
     """The staircase of starting s..t with `all`, into the scratch's place 2; return how many stairs it has."""
     to_bytes, to_slower = scratch.from_bytes[2], scratch.slower[2]
-    peak, saved, seconds = own_peak(costs, way, t), costs.way_saved[way], slower_as(costs, way, s, t)
+    peak, saved, seconds = own_peak(costs, way, s, t), costs.way_saved[way], slower_as(costs, way, s, t)
     if s == t:
         to_bytes[0], to_slower[0] = peak, seconds
         return 1 if peak <= most else 0

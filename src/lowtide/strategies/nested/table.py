@@ -52,7 +52,7 @@ def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -
     best, decision = np.inf, 0
     if s == t or costs.saves_ahead:
         for way in range(costs.first_way[s], costs.first_way[s + 1]):
-            if own_peak(costs, way, t) <= available_bytes:
+            if own_peak(costs, way, s, t) <= available_bytes:
                 seconds = slower_as(costs, way, s, t)
                 if s < t:
                     seconds += _slower(known, s + 1, t, available_bytes - costs.way_saved[way])
@@ -60,9 +60,9 @@ def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -
                     best, decision = seconds, way
     peak = 0
     for p in range(s + 1, t + 1):
-        peak = max(peak, forward_peak(costs, s, p - 1))
+        peak = max(peak, forward_peak(costs, s, p - 1, t))
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
-        if costs.beside[t] + peak > available_bytes or seconds >= best:
+        if peak > available_bytes or seconds >= best:
             break
         seconds += _slower(known, p, t, available_bytes - costs.activation[p - 1])
         seconds += _slower(known, s, p - 1, available_bytes)

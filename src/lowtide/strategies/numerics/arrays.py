@@ -4,13 +4,16 @@
 | --- | --- |
 | a^k | `output[k]`, k = 0..n |
 | ā^k of variant v | `saved[k, v]` |
-| δ^j and what else stands beside | `standing[j]`: delta[j] and the weight gradients of all stages after j |
+| δ^j and what else stands beside | `standing[j]`: delta[j], the weight gradients of all stages after j, side values |
 | M_{F_∅^k}, less δ^j and the stage's input | `light_peak[k]` = a[k] + forward_extra[k] |
 | M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + saving_extra[k] |
 | M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + weight gradients from k on |
 
 The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
 in these figures; whatever keeps it counts it.
+
+Side values (see `lowtide.strategies.sides`) are counted from above: what a forward makes is in its peak, and in the
+forward phase all of them stand beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.chain import Chain
+from lowtide.strategies import sides
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -53,7 +57,8 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
         [0] + [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages], dtype=np.int64
     )
     gradient = np.array([chain.gradient_bytes(k) for k in range(n + 1)], dtype=np.int64)
-    standing = gradient + weight_grad.sum() - weight_grad.cumsum()
+    standing = gradient + weight_grad.sum() - weight_grad.cumsum() + sides.standing_bytes(chain)
+    made_beside, made_gradients = sides.made_bytes(chain), sides.made_gradient_bytes(chain)
     output = np.array([chain.activation_bytes(k) for k in range(n + 1)], dtype=np.int64)
     light_seconds, light_peak = np.zeros(n + 1), np.zeros(n + 1, dtype=np.int64)
     forward_seconds, backward_seconds = np.zeros((n + 1, most)), np.zeros((n + 1, most))
@@ -61,16 +66,16 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
     num_variants = np.ones(n + 1, dtype=np.int64)
     for k, stage in enumerate(chain.stages, start=1):
         light_seconds[k] = stage.forward_seconds
-        light_peak[k] = stage.output_bytes + stage.forward_extra_bytes
+        light_peak[k] = stage.output_bytes + stage.forward_extra_bytes + made_beside[k]
         num_variants[k] = min(stage.num_variants, most)
         for v in range(most):
             way = stage.variant(v if v < stage.num_variants else 0)
             forward_seconds[k, v], backward_seconds[k, v] = way.forward_seconds, way.backward_seconds
             saved[k, v] = way.saved_bytes
-            heavy_peak[k, v] = way.saved_bytes + way.saving_extra_bytes
+            heavy_peak[k, v] = way.saved_bytes + way.saving_extra_bytes + made_beside[k]
             backward_peak[k, v] = (
                 way.saved_bytes + way.backward_extra_bytes + standing[k] + gradient[k - 1] + weight_grad[k]
-            )
+            ) + made_gradients[k]
     return ChainArrays(
         output,
         standing,

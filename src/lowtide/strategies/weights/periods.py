@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lowtide.chain import Chain
 from lowtide.errors import StrategyError
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Start, Value
+from lowtide.strategies import sides
 from lowtide.strategies.base import GIVE_BANDWIDTH, Problem
 
 
@@ -67,7 +68,11 @@ class Period:
 
 
 def period_of(chain: Chain) -> Period:
-    """The period of a chain: what stands at each computation, as the simulator counts it."""
+    """The period of a chain: what stands at each computation, as the simulator counts it.
+
+    Side values stay from the forward of their maker to its backward.
+    """
+    made, made_gradients = sides.made_bytes(chain).tolist(), sides.made_gradient_bytes(chain).tolist()
     computations: list[Forward | Backward] = []
     gaps: list[int] = []
     standing: list[int] = []
@@ -75,14 +80,16 @@ def period_of(chain: Chain) -> Period:
     for k, stage in enumerate(chain.stages, start=1):
         computations.append(Forward(k, "all"))
         gaps.append(stored)
-        standing.append(stored + stage.saved_bytes + stage.saving_extra_bytes)
-        stored += stage.saved_bytes
+        stored += stage.saved_bytes + made[k]
+        standing.append(stored + stage.saving_extra_bytes)
     for k in range(chain.num_stages, 0, -1):
         stage, gradient = chain.stages[k - 1], chain.gradient_bytes(k - 1)
         computations.append(Backward(k))
         gaps.append(stored)
-        standing.append(stored + gradient + stage.weight_grad_bytes + stage.backward_extra_bytes)
-        stored += gradient - stage.grad_bytes - stage.saved_bytes
+        stored += gradient + made_gradients[k]
+        standing.append(stored + stage.weight_grad_bytes + stage.backward_extra_bytes)
+        stored -= stage.grad_bytes + stage.saved_bytes + made[k]
+        stored -= sum(side.grad_bytes for side in chain.side_values if side.maker == k)
     forward = [stage.forward_seconds for stage in chain.stages]
     backward = [stage.backward_seconds for stage in reversed(chain.stages)]
     return Period(

@@ -1,0 +1,85 @@
+"""Side values in strategies: counted to the byte while they are needed, freed right after, moved where that helps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from tests.chains import random_chain
+from tests.search import check_curve, curve, fastest, nested_schedules
+
+from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Offload, Release, SideValue, Stage, frontier, solve
+from lowtide.strategies.copies.gaps import Profile
+from lowtide.strategies.sides import freed
+
+# A net that goes down and up again, with a skip connection on each level.
+STAGES = [Stage(str(k), 4.0, 8.0, output_bytes=size, saved_bytes=2 * size) for k, size in enumerate((16, 8, 4, 8, 16))]
+LEVELS = Chain("levels", STAGES, side_values=[SideValue("wide", 64, 1, (5,), 0), SideValue("narrow", 32, 2, (4,), 0)])
+BANDWIDTH = 32
+
+
+def chains(num_stages: int, count: int) -> list[Chain]:
+    sizes = ("mixed", "heavy-tailed", "equal")
+    features = [("side values",), ("side values", "large extras"), ("side values", "variants", "reruns")]
+    return [random_chain(s, num_stages, sizes=sizes[s % 3], features=features[s % 3]) for s in range(count)]
+
+
+def minimum_bytes(chain: Chain, strategy: str, bandwidth: int | None = None) -> int:
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        solve(chain, memory_budget=0, strategy=strategy, bandwidth=bandwidth)
+    return refused.value.minimum_bytes
+
+
+def test_a_side_value_is_freed_after_its_last_use_and_after_each_forward_that_makes_it_in_vain():
+    chain = Chain("three", STAGES[:3], side_values=[SideValue("skip", 5, 1, (2, 3))])
+    operations = [Forward(1, "keep"), Forward(2, "all"), Forward(3, "all"), Backward(3), Backward(2)]
+    operations += [Forward(1, "all"), Backward(1)]
+    release = Release("s", 1)
+    assert freed(chain, operations) == (*operations[:5], release, operations[5], release, operations[6])
+    assert freed(Chain("none", STAGES[:3]), operations) == tuple(operations)
+
+
+@pytest.mark.parametrize("chain", [*chains(2, 6), *chains(3, 12), *chains(4, 3)], ids=lambda chain: chain.name)
+def test_rotor_is_the_fastest_that_keeps_side_values_while_they_are_needed(chain):
+    schedules = nested_schedules(chain, 1, chain.num_stages)
+    check_curve(chain, "rotor", curve(chain, (freed(chain, operations) for operations in schedules)))
+
+
+@pytest.mark.parametrize("chain", chains(3, 20)[9:14], ids=lambda chain: chain.name)
+def test_of_three_stages_no_schedule_is_faster_whatever_it_frees_and_makes_again(chain):
+    for point in frontier(chain).points:
+        best = fastest(chain, point.memory_bytes, persistent=False)
+        assert best is not None
+        assert best[0] == point.seconds
+
+
+def test_to_make_a_side_value_again_can_take_less_memory_than_rotor():
+    stages = [Stage("f", 1.0, 1.0, 1, 1), *(Stage(n, 1.0, 1.0, 1, 1, forward_extra_bytes=100) for n in "gh")]
+    chain = Chain("idle", [*stages, Stage("i", 1.0, 1.0, 1, 1)], side_values=[SideValue("skip", 100, 1, (4,), 0)])
+    least = minimum_bytes(chain, "rotor")
+    assert least > 200  # the side value stays while stages 2 and 3 run
+    better = fastest(chain, least // 2 + 5, persistent=False)
+    assert better is not None
+    assert Release("s", 1) in better[1]
+
+
+@pytest.mark.parametrize("chain", chains(3, 6), ids=lambda chain: chain.name)
+def test_pofo_is_as_fast_as_any_choice_of_what_moves(chain):
+    profiles = [Profile(chain, operations) for operations in nested_schedules(chain, 1, 3)]
+    budget = minimum_bytes(chain, "pofo", 3) + 2
+    best = float("inf")
+    for profile in profiles:
+        for choice in itertools.product((False, True), repeat=len(profile.gaps)):
+            found = profile.positions(np.array(choice, dtype=np.bool_), budget, 3, True)
+            best = min(best, found[0] if found is not None else best)
+    assert solve(chain, memory_budget=budget, strategy="pofo", bandwidth=3).seconds <= best
+
+
+@pytest.mark.parametrize("strategy", ["offload", "pofo"])
+def test_skip_connections_wait_on_the_host(strategy):
+    least = minimum_bytes(LEVELS, strategy, BANDWIDTH)
+    assert least < minimum_bytes(LEVELS, "rotor")
+    solution = solve(LEVELS, memory_budget=least, strategy=strategy, bandwidth=BANDWIDTH)
+    assert Offload("s", 1) in solution.schedule.operations
+    assert solution.peak_bytes <= least

@@ -1,0 +1,236 @@
+"""The programs of the quick start and of the recipes run, on tiny networks and at budgets that make them recompute.
+
+A page is one program: its ```python blocks, one after the other, with what the reader has (a model, a loader, ...)
+given here. Budgets such as "20GiB" are replaced by one just above the least that the tiny network needs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.test_readme import blocks
+
+import lowtide
+from lowtide.schedule import Forward
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+DOCS = Path(__file__).parents[1] / "docs"
+RECIPES = sorted((DOCS / "recipes").glob("*.md"))
+
+# Above the least budget by this share, a part is kept and a part recomputed.
+ABOVE_THE_LEAST = 1.05
+
+
+class Classifier(nn.Module):
+    """Blocks of convolutions with BatchNorm, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6))
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Any) -> Any:
+        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Two levels down, two up, a skip connection at each, and an embedding of the time step."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> Any:
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
+
+        self.time = nn.Embedding(1000, width)
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Sequential(block(width, width), block(width, width)) for _ in range(2))
+        self.middle = nn.Sequential(block(width, width), block(width, width))
+        self.up = nn.ModuleList(nn.Sequential(block(2 * width, width), block(width, width)) for _ in range(2))
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def forward(self, images: Any, steps: Any) -> Any:
+        x = self.stem(images) + self.time(steps)[:, :, None, None]
+        skips = []
+        for level in self.down:
+            x = level(x)
+            skips.append(x)
+            x = nn.functional.avg_pool2d(x, 2)
+        x = self.middle(x)
+        for level in self.up:
+            x = nn.functional.interpolate(x, scale_factor=2)
+            x = level(torch.cat([x, skips.pop()], 1))
+        return self.head(x)
+
+
+def layered(width: int = 16) -> Any:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(6)))
+
+
+def with_optimizer(**given: Any) -> dict[str, Any]:
+    model = given.get("model", given.get("unet"))
+    return {**given, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "device": torch.device("cpu")}
+
+
+def rows(num_rows: int = 256) -> dict[str, Any]:
+    """A network of layers and a loader of pairs."""
+    x, y = torch.randn(num_rows, 16), torch.randn(num_rows, 16)
+    return with_optimizer(model=layered(), loader=[(x, y)] * 4, loss_fn=nn.functional.mse_loss)
+
+
+def small_card() -> dict[str, Any]:
+    given = rows()
+    return {**given, "x": given["loader"][0][0]}
+
+
+def images() -> dict[str, Any]:
+    pair = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,))
+    last = torch.randn(5, 3, 16, 16), torch.randint(0, 4, (5,))
+    return with_optimizer(model=Classifier(), loader=[pair, last], loss_fn=nn.functional.cross_entropy)
+
+
+def diffusion() -> dict[str, Any]:
+    return with_optimizer(unet=UNet(), loader=[torch.randn(8, 3, 16, 16)] * 2)
+
+
+def language_model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def tokens(length: int) -> dict[str, Any]:
+    ids = torch.randint(0, 64, (4, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def long_context() -> dict[str, Any]:
+    return with_optimizer(model=language_model(), loader=[tokens(32), tokens(24)])
+
+
+def trainer(folder: Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    dataset = [{name: tensor[0] for name, tensor in tokens(16).items()} for _ in range(8)]
+
+    def collate(entries: Any) -> Any:
+        return torch.utils.data.default_collate(list(entries))
+
+    return {"model": language_model(), "dataset": dataset, "settings": settings, "collate": collate, "batch_size": 4}
+
+
+def run_in_a_group(rank: int, folder: str) -> None:
+    """The page on several processes, in one of two; called in a process of its own."""
+    dist, made = torch.distributed, []
+    given = {**rows(2048), "torch": torch, "sharded": layered()}
+    x, y = given["loader"][0]
+    least = least_budget(lowtide.fit, given["model"], x, optimizer="adamw", loss=lambda out: given["loss_fn"](out, y))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    # A group is not told the least budget. The second plan finds the optimizer of the first in memory.
+    lowtide.fit = recomputing(made, least + 2 * x.nbytes)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    run(DOCS / "recipes" / "distributed.md", {**given, "mesh": mesh}, made)
+    dist.destroy_process_group()
+
+
+def least_budget(fit: Callable[..., Any], model: Any, sample: Any, **options: Any) -> int:
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        fit(model, sample, memory_budget=1, **options)
+    return refused.value.minimum_bytes
+
+
+def recomputing(made: list[Any], budget: int | None = None) -> Callable[..., Any]:
+    """A `fit` for a budget at which something is recomputed; `made` gets its plans."""
+    fit = lowtide.fit
+
+    def fitted(model: Any, sample: Any, *, memory_budget: Any = None, **options: Any) -> Any:
+        options.setdefault("bandwidth", 0)  # timing trials with offloading would take longer than all the rest
+        if memory_budget == 1:
+            return fit(model, sample, memory_budget=1, **options)
+        chosen = budget or int(ABOVE_THE_LEAST * least_budget(fit, model, sample, **options))
+        made.append(fit(model, sample, memory_budget=chosen, **options))
+        return made[-1]
+
+    return fitted
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans that a program makes; each for a budget at which something is recomputed."""
+    made: list[Any] = []
+    monkeypatch.setattr(lowtide, "fit", recomputing(made), raising=False)
+    yield made
+    for plan in made:
+        plan.detach()
+
+
+def run(page: Path, given: dict[str, Any], made: list[Any]) -> None:
+    """Run a page as one program: it trains, and under each of its plans something is recomputed."""
+    torch.manual_seed(0)
+    models = [value for value in given.values() if isinstance(value, nn.Module)]
+    before = pickle.dumps([model.state_dict() for model in models])
+    program = "\n".join(body for _, body in blocks(page, "python"))
+    exec(compile(program, page.name, "exec"), {"__name__": "recipe", **given})
+    assert made
+    for plan in made:
+        forwards = [operation.stage for operation in plan.schedule.operations if isinstance(operation, Forward)]
+        assert len(forwards) > len(set(forwards)), f"nothing is recomputed:\n{plan}"
+        assert plan.stats().num_steps > 0
+    assert pickle.dumps([model.state_dict() for model in models]) != before
+
+
+GIVEN = {
+    "own-loop": rows,
+    "vision": images,
+    "diffusion": diffusion,
+    "long-context": long_context,
+    "small-card": small_card,
+}
+
+
+def test_the_quick_start(plans, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(DOCS / "quick-start.md", rows(), plans)
+    assert (tmp_path / "plan.html").exists()
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_recipe(name, plans):
+    run(DOCS / "recipes" / f"{name}.md", GIVEN[name](), plans)
+
+
+@pytest.mark.slow
+def test_recipe_for_several_processes(tmp_path):
+    root = DOCS.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    lines = [
+        f"from tests.test_recipes import run_in_a_group; run_in_a_group({rank}, {str(tmp_path)!r})" for rank in range(2)
+    ]
+    running = [
+        subprocess.Popen([sys.executable, "-c", line], env=environment, stderr=subprocess.PIPE, text=True)
+        for line in lines
+    ]
+    said = [process.communicate(timeout=600)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(said)[-4000:]
+
+
+def test_recipe_for_the_trainer(plans, tmp_path):
+    run(DOCS / "recipes" / "trainer.md", trainer(tmp_path), plans)
+
+
+def test_every_recipe_is_run():
+    assert {page.stem for page in RECIPES} == {*GIVEN, "distributed", "trainer"}
