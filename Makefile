@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lowtide-installed
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.lowtide-installed
-PYTEST_FLAGS ?= -n auto
+# Neighbouring tests stay on one worker, where they share what was measured or solved once.
+PYTEST_FLAGS ?= -n auto --dist worksteal
 
-.PHONY: setup demo docs test bench lint clean
+.PHONY: setup demo docs test test-core bench lint clean
 
 setup: $(STAMP)
 
@@ -25,6 +26,10 @@ demo: setup
 # Each worker has a core; threads beside it would take turns with the other workers'.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# All that needs no torch; importing it there is an error.
+test-core: setup
+	$(BIN)/python -m pytest --core $(PYTEST_FLAGS)
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -1,16 +1,56 @@
-"""For all tests: what was imported is left out of garbage collections."""
+"""For all tests: `--core`, and what was imported is left out of garbage collections."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+HERE = Path(__file__).parent
+# All tests in these folders need torch; elsewhere those marked `torch` do.
+_NEED_TORCH = ("runtime", "gpu", "benchmarking", "zoo")
 # Modules that torch imports when it first needs them, with some 300 000 objects; the second one only where something is
 # compiled, as in a run of all tests.
 _IMPORTED_LATE, _IMPORTED_TO_COMPILE = "torch._dynamo", "torch._inductor.compile_fx"
+
+
+class _NoTorch:
+    """Refuses to import torch, so that a test of the core that would need it fails by itself."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == "torch":
+            raise ImportError("with --core nothing may import torch; mark a test that needs it with pytest.mark.torch")
+        return None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="only what needs neither torch nor a browser")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("core"):
+        sys.meta_path.insert(0, _NoTorch())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("core") and collection_path.relative_to(HERE).parts[:1] in {(name,) for name in _NEED_TORCH}:
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("core"):
+        left_out = [item for item in items if any(map(item.get_closest_marker, ("torch", "browser")))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

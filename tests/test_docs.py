@@ -72,7 +72,13 @@ WITH_EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("module", WITH_EXAMPLES)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(name, marks=[pytest.mark.torch] if name.startswith(("runtime", "zoo")) else [])
+        for name in WITH_EXAMPLES
+    ],
+)
 def test_docstring_examples(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"lowtide.{module}"))
     assert results.attempted > 0

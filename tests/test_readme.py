@@ -45,7 +45,13 @@ def sessions(body):
         yield command, printed
 
 
-CONSOLE = [pytest.param(body, id=f"{page.name}:{line}") for page in PAGES for line, body in blocks(page, "console")]
+# Blocks with these commands need torch.
+_MEASURING = re.compile(r"^\$ lowtide (measure|batch|estimate)\b", re.MULTILINE)
+CONSOLE = [
+    pytest.param(body, id=f"{page.name}:{line}", marks=[pytest.mark.torch] if _MEASURING.search(body) else [])
+    for page in PAGES
+    for line, body in blocks(page, "console")
+]
 
 
 @pytest.fixture
@@ -79,8 +85,10 @@ def check_printed(command, expected, printed):
         pytest.fail(f"$ {command}\nis said to print\n{expected}\nand prints\n{printed}", pytrace=False)
 
 
+@pytest.mark.torch
 def test_the_python_of_the_readme_runs(folder):
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4)))
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     the_users_own = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gradient_check import GradientCheck, check_gradients, plain_noise, plain_spread
-from tests.runtime import awkward
+from tests.runtime.awkward import structure as awkward
 from torch import nn
 
 from lowtide.runtime.capture.capture import capture

@@ -5,6 +5,8 @@ import pytest
 from lowtide import Chain
 from lowtide.cli import main
 
+pytestmark = pytest.mark.torch
+
 SMALL = [
     "gpt2",
     "--batch",

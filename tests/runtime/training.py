@@ -4,13 +4,17 @@ gradients of inputs and parameters, buffers, optimizer state, and the generators
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from lowtide.runtime.model.containers import tensors_of
+
+Numbers = dict[str, torch.Tensor]
 
 
 def batches(shape: tuple[int, ...], num_steps: int, *, device: str = "cpu") -> list[torch.Tensor]:
@@ -31,11 +35,11 @@ def train(
     input_grads: bool = True,
     seed: int = 5,
     lr: float = 1e-2,
-) -> dict[str, torch.Tensor]:
+) -> Numbers:
     """Every number of the steps, by name."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
-    torch.manual_seed(seed)
-    numbers: dict[str, torch.Tensor] = {}
+    seed_all(seed)
+    numbers: Numbers = {}
     for index, batch in enumerate(inputs):
         x = batch.clone().requires_grad_() if input_grads and batch.is_floating_point() else batch
         output = model(x)
@@ -65,14 +69,23 @@ def gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.grad.clone()
 
 
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
 def generator_states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
+    """Those of torch, Python and numpy."""
+    _, keys, *others = numpy.random.get_state()
+    states = [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+    states += [torch.from_numpy(keys.copy()), torch.tensor(others, dtype=torch.float64)]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     return states
 
 
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_equal(got: Numbers, expected: Numbers) -> None:
     """Bit by bit, and nothing missing."""
     assert got.keys() == expected.keys()
     wrong = [name for name, value in expected.items() if not _same(got[name], value)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.runtime import awkward
+from tests.runtime.awkward import structure as awkward
 from torch import nn
 
 from lowtide.runtime.capture.capture import capture

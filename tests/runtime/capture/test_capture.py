@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime import awkward
+from tests.runtime.awkward import structure as awkward
 from torch import Tensor, nn
 
 from lowtide import CaptureError

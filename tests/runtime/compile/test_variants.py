@@ -348,7 +348,7 @@ def test_a_plan_whose_backend_is_a_function_is_not_saved(tmp_path) -> None:
         lowtide.fit(
             deep(2), batches(SHAPE, 1)[0], memory_budget="1GiB", **RECOMPUTE, compile_stages=options, variants=False
         ) as plan,
-        pytest.raises(lowtide.PlanError, match="name the backend by a string"),
+        pytest.raises(lowtide.PlanError, match="give the backend as a string"),
     ):
         plan.save(tmp_path / "plan.json")
 
@@ -364,7 +364,7 @@ def test_a_variant_that_draws_dropout_anew_is_refused_in_one_line() -> None:
     build = functools.partial(deep, dropout=0.3)
     model = build()
     split, compiled, chain = compiled_and_measured(model)
-    assert "draws random numbers (dropout) anew" in refusal_of("budget 0", chain)
+    assert "draws new random numbers (dropout)" in refusal_of("budget 0", chain)
     assert all(variant.name != "budget 0" for stage in chain.stages for variant in stage.variants)
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="rotor", manage_weights=False)
     with attach(model, solution, split=split):
@@ -415,7 +415,7 @@ def test_a_variant_with_other_gradients_is_refused(factor: float, allow_rounding
     compiled.remove()
     assert bool(chain.provenance["notes"]) == refused
     if refused:
-        assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
+        assert "its gradients differ from those of the stage itself" in chain.provenance["notes"][0]
 
 
 class Counting(Block):
@@ -471,7 +471,7 @@ def test_variants_of_a_stage_whose_numbers_seldom_differ(factor: float, refused:
     compiled.remove()
     assert bool(chain.provenance["notes"]) == refused
     if refused:
-        assert "and its own runs differ by" in chain.provenance["notes"][0]
+        assert "its own runs differ by" in chain.provenance["notes"][0]
 
 
 def test_a_variant_is_compared_gradient_by_gradient_with_the_stage_without_compilation() -> None:
@@ -480,7 +480,7 @@ def test_a_variant_is_compared_gradient_by_gradient_with_the_stage_without_compi
     _, compiled, chain = compiled_and_measured(deep(2), backend=backend, allow_rounding=True)
     compiled.remove()
     assert all(not stage.variants for stage in chain.stages)
-    assert "its gradients are not those of the stage itself" in chain.provenance["notes"][0]
+    assert "its gradients differ from those of the stage itself" in chain.provenance["notes"][0]
 
 
 def test_a_schedule_with_variants_is_refused_where_none_are_compiled() -> None:

@@ -300,7 +300,7 @@ def test_schedules_that_do_not_fit_the_model():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with pytest.raises(ScheduleError, match="backward 1"):
         lowtide.attach(model, Schedule("", [Forward(1, "all"), Forward(2, "all"), Backward(2)]))
-    with pytest.raises(ScheduleError, match=r"3 .*2 stages|chain has 2 stages"):
+    with pytest.raises(ScheduleError, match=r"is for 3 stages, but the model has 2"):
         lowtide.attach(model, recomputing(3))
     with pytest.raises(PlanError, match="split="):
         lowtide.attach(models.tangle(), recomputing(3))

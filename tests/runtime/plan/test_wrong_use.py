@@ -151,7 +151,7 @@ def test_a_model_without_data(call):
 def test_a_solution_for_a_model_with_more_blocks():
     chain = lowtide.measure(chain_of_blocks(), torch.zeros(2, WIDTH))
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
-    with pytest.raises(lowtide.PlanError, match=r"has no submodule '3', .*measured of this model"):
+    with pytest.raises(lowtide.PlanError, match=r"has no submodule '3', .*measured from this model"):
         lowtide.attach(chain_of_blocks()[:3], solution)
 
 

@@ -1,4 +1,6 @@
-"""Lists that a forward appends to: planning leaves nothing there, and a repeated run neither."""
+"""Containers that a forward changes: planning leaves nothing there, and they do not count as memory. That training is
+equal with them: `tests/runtime/test_awkward.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections import deque
 
 import pytest
 import torch
-from tests.runtime.training import assert_equal, batches, train
+from tests.runtime.awkward.containers import SHAPE, Mixture
+from tests.runtime.training import batches
 from torch import nn
 
 import lowtide
@@ -15,71 +18,13 @@ from lowtide.runtime.meter import Meter
 from lowtide.runtime.state.cells import Cells
 from lowtide.runtime.state.environment import Environment
 
-SHAPE = (512, 64)
 OPTIONS = {"bandwidth": 0, "optimizer": "sgd"}
-
-
-class Expert(nn.Module):
-    """Appends its auxiliary loss to a list that all layers and the model share."""
-
-    def __init__(self, losses: list[torch.Tensor], *, detached: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(SHAPE[1], 256), nn.GELU(), nn.Linear(256, SHAPE[1]))
-        self.losses, self.detached = losses, detached
-
-    def forward(self, x):
-        y = self.inner(x)
-        self.losses.append((y.detach() if self.detached else y).square().mean())
-        return x + y
-
-
-class Mixture(nn.Module):
-    def __init__(self, *, detached: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.losses: list[torch.Tensor] = []
-        self.blocks = nn.ModuleList(Expert(self.losses, detached=detached) for _ in range(6))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def least_bytes(model: nn.Module, x: torch.Tensor, **options) -> int:
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, x, memory_budget=1000, **{**OPTIONS, **options})
     return caught.value.minimum_bytes
-
-
-def steps(model: Mixture, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The losses, terms and gradients of steps whose loop adds the auxiliary losses and clears the list."""
-    found = []
-    for x in xs:
-        loss = model(x).square().mean()
-        terms = list(model.losses)
-        model.losses.clear()
-        assert len(terms) == len(model.blocks)
-        total = loss + sum(terms)
-        total.backward()
-        found += [total.detach(), *(term.detach() for term in terms), *(p.grad for p in model.parameters())]
-        model.zero_grad()
-        assert model.losses == []
-    return found
-
-
-@pytest.mark.parametrize("detached", [True, False])
-def test_auxiliary_losses_are_appended_once_a_step(detached):
-    xs = batches(SHAPE, 3)
-    model = Mixture(detached=detached)
-    expected = steps(Mixture(detached=detached), xs)
-    least = least_bytes(model, xs[0])
-    assert model.losses == []
-    with lowtide.fit(model, xs[0], memory_budget=least, **OPTIONS) as plan:
-        assert model.losses == []
-        found = steps(model, xs)
-        assert plan.stats().recomputed_per_step > 0
-    assert all(map(torch.equal, found, expected))
 
 
 def test_what_stays_in_lists_does_not_count_as_memory():
@@ -89,51 +34,6 @@ def test_what_stays_in_lists_does_not_count_as_memory():
     with_graphs = least_bytes(Mixture(detached=False), x)
     # with its graph, each of the six terms holds the output of its block until backward
     assert with_graphs <= without_graphs + 6 * x.nbytes
-
-
-def test_a_list_that_is_not_cleared_before_backward_does_not_grow_in_it():
-    x = batches(SHAPE, 1)[0]
-    model = Mixture(detached=True)
-    with lowtide.fit(model, x, memory_budget=least_bytes(model, x), **OPTIONS):
-        for num_steps in (1, 2, 3):
-            model(x).sum().backward()
-            assert len(model.losses) == 6 * num_steps
-
-
-class Remembers(nn.Module):
-    """Its output depends on what it has appended, in a list that grows, a bounded one, or a deque."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(SHAPE[1], 128), nn.Linear(128, SHAPE[1])
-        self.kind = kind
-        self.history = {"values": deque(maxlen=2) if kind == "deque" else []}
-
-    def forward(self, x):
-        y = self.down(torch.tanh(self.up(x)))
-        values = self.history["values"]
-        values.append(float(y.detach().abs().mean()))
-        if self.kind == "bounded" and len(values) > 2:
-            values.pop(0)
-        return x + y * (1 + sum(values) + len(values))
-
-
-@pytest.mark.parametrize("kind", ["growing", "bounded", "deque"])
-def test_a_repeated_run_finds_a_short_history_as_the_first_run_did(kind):
-    xs = batches(SHAPE, 4)
-
-    def stack() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(*(Remembers(kind) for _ in range(6)))
-
-    model, plain = stack(), stack()
-    recompute = [lowtide.Forward(k, "keep") for k in range(1, 6)] + [lowtide.Forward(6, "all"), lowtide.Backward(6)]
-    for k in range(5, 0, -1):
-        recompute += [lowtide.Forward(k, "all"), lowtide.Backward(k)]
-    with lowtide.attach(model, lowtide.Schedule("by hand", recompute)) as plan:
-        assert_equal(train(model, xs), train(plain, xs))
-        assert plan.stats().recomputed_per_step == 5
-    assert [block.history for block in model] == [block.history for block in plain]
 
 
 class Collects(nn.Module):

@@ -1,4 +1,4 @@
-"""Will it fit a card that is not here? `lowtide.estimate` runs a model for its shapes alone, and allocates nothing."""
+"""Will it fit on another card? `lowtide.estimate` runs a model for its shapes only, and allocates nothing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def estimate(
     bandwidth: int | str | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Estimate:
-    """Say whether a model would train on a card that is not here, and what that would take.
+    """Estimate whether a model would train on another card, and what that would take.
 
     Nothing is allocated: make the model under `torch.device("meta")` where it is too large for this machine.
 
@@ -156,7 +156,7 @@ def estimate(
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers have shapes and no data; the model itself if it has none."""
+    """A copy of a model whose parameters and buffers have shapes but no data; the model itself if it has none."""
     tensors = [*model.parameters(), *model.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return model

@@ -1,4 +1,4 @@
-"""Cards that need not be here: what their vendors state, for estimates.
+"""GPUs for estimates, with the figures their vendors publish.
 
 Figures are of the datasheets: memory, memory bandwidth, dense peak rates (without sparsity) of the matrix units for
 16-bit numbers and of the arithmetic units for 32-bit ones, and one direction of the link to the host (PCIe: 80 % of the
@@ -67,7 +67,7 @@ CARDS = {
 
 
 def find_card(name: str) -> Card:
-    """A card by its name, in any letter case.
+    """Find a card by its name, in upper or lower case.
 
     Raises:
         CaptureError: where it is not in the list, with the list.
@@ -78,5 +78,5 @@ def find_card(name: str) -> Card:
     """
     card = CARDS.get(name.lower())
     if card is None:
-        raise CaptureError(f"device {name!r} is not in the list of cards; there are {', '.join(CARDS)}")
+        raise CaptureError(f"unknown device {name!r}; expected one of {', '.join(CARDS)}")
     return card

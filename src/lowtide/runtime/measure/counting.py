@@ -1,4 +1,4 @@
-"""Models without data: a model on the meta device is run for its shapes alone, and its operations are counted.
+"""Runs models on the meta device, without data, and counts what their operations would cost.
 
 Tensors on the meta device have sizes and no memory, so that bytes are those of a real run. Three things need data, and
 are answered here instead:
@@ -109,7 +109,7 @@ _counters: list[Counter] = []
 
 @contextmanager
 def counting(card: Card) -> Iterator[Counter]:
-    """While inside, models on the meta device can be measured: what they would take on a card."""
+    """Within the block, measure models on the meta device: what they would cost on a card."""
     counter = Counter(card)
     _counters.append(counter)
     try:
@@ -120,5 +120,5 @@ def counting(card: Card) -> Iterator[Counter]:
 
 
 def current_counter() -> Counter | None:
-    """The innermost one."""
+    """The innermost counter."""
     return _counters[-1] if _counters else None

@@ -303,7 +303,7 @@ class Measurer:
                 raise
             except RuntimeError as error:
                 raise CaptureError(
-                    f"the backward of stage {self._staged.stage(k).name!r} does not work by itself "
+                    f"the backward of stage {self._staged.stage(k).name!r} does not work on its own "
                     f"({str(error).partition('.')[0]}); {self._staged.advice}"
                 ) from error
 

@@ -1,4 +1,4 @@
-"""How long something takes, on the CPU by the wall clock, on CUDA by events."""
+"""Times computations: on the CPU with the wall clock, on CUDA with events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Timing:
     num_runs: int = 0
 
     def without_overhead(self, overhead: Timing) -> Timing:
-        """The same less the time that launching takes only because the computation runs by itself; never below 0."""
+        """The same, without the launch time that is due to running it separately; never below 0."""
         return replace(self, launch_seconds=max(0.0, self.launch_seconds - overhead.launch_seconds))
 
 
@@ -86,7 +86,7 @@ def timed(computation: Callable[[], object], prepare: Callable[[], object] | Non
 
 
 def _counted(computation: Callable[[], object], prepare: Callable[[], object] | None, counter: Counter) -> Timing:
-    """What a computation would take on a card that is not here."""
+    """What a computation would take on another card."""
     if prepare is not None:
         prepare()
     before = counter.seconds
@@ -170,7 +170,7 @@ def _busy_runs(
 
 
 def _launch_within_a_step(computation: Callable[[], object], prepare: Callable[[], object] | None) -> float:
-    """How long the launches take in the midst of others.
+    """How long the launches take among others.
 
     Stages timed one by one, each after a wait for the device, were seen to launch in 1.5 to 1.8 times what a plain step
     takes for all of them, presumably because the thread has slept and its caches are cold. Timed so, the stages of

@@ -1,4 +1,4 @@
-"""Does a variant of a stage compute the same? Each is compared with variant 0 before it may be used.
+"""Checks that a variant of a stage computes the same as variant 0 before it may be used.
 
 Both run from the same input with the same random numbers; outputs, gradients, buffers and the generators' states
 afterwards must be equal, bit for bit, wherever variant 0 is equal to itself, and else lie within its own spread. That
@@ -88,7 +88,7 @@ class VariantCheck:
             self._allowed = _larger(_larger(self._allowed, _finite(eager)), last_places)
 
     def refusal(self, index: int) -> str | None:
-        """Why a variant may not be used, in one line; None where it may."""
+        """Why a variant may not be used, in one line; None if it may."""
         try:
             for _ in range(_NUM_TRIES):
                 reason = self._refusal(self._numbers(index))
@@ -102,19 +102,19 @@ class VariantCheck:
 
     def _refusal(self, other: _Numbers) -> str | None:
         if _shapes(other) != _shapes(self._first):
-            return "it gives other tensors than the stage itself"
+            return "it returns different tensors than the stage itself"
         found = self._differences(other)
         wrong = [key for key, difference in found.items() if not difference <= self._allowed[key]]
         if not wrong:
             return None
         if wrong[0][0] != "outputs" and self._first.has_drawn:
-            return "its backward draws random numbers (dropout) anew, so that gradients are wrong"
+            return "its backward draws new random numbers (dropout), so gradients would be wrong"
         worst = max(wrong, key=lambda key: found[key] / self._size(key))
         what, which = worst
         own = self._spread[worst] / self._size(worst)
-        spread = f", and its own runs differ by {own:.1e}" if own else ""
+        spread = f"; its own runs differ by {own:.1e}" if own else ""
         relative = found[worst] / self._size(worst)
-        return f"its {what} are not those of the stage itself (relative difference {relative:.1e} in {which}{spread})"
+        return f"its {what} differ from those of the stage itself (relative error {relative:.1e} in {which}{spread})"
 
     def _size(self, key: _Key) -> float:
         return max(_largest(self._first.tensors[key]), 1e-30)

@@ -77,12 +77,12 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
         copies = OPTIMIZER_KINDS.get(optimizer.lower())
         if copies is None:
             raise CaptureError(
-                f"optimizer {optimizer!r} is not known; give the optimizer itself, or one of "
+                f"unknown optimizer {optimizer!r}; pass the optimizer itself, or one of "
                 f"{', '.join(sorted(OPTIMIZER_KINDS))}"
             )
         return {id(p): copies * p.numel() * p.element_size() for p in parameters}
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CaptureError(f"optimizer is {shown(optimizer)}, expected a torch optimizer or the name of a kind")
+        raise CaptureError(f"optimizer is {shown(optimizer)}, expected a torch optimizer or a name such as 'adamw'")
     found: dict[int, int] = {}
     for group in optimizer.param_groups:
         ratios: dict[tuple[torch.dtype, str], tuple[float, int]] = {}
@@ -99,13 +99,13 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
     wanted = {id(parameter) for parameter in parameters}
     if wanted and found and not wanted & found.keys():
         raise CaptureError(
-            "the optimizer has none of this model's parameters; give the one that trains it, made of model.parameters()"
+            "the optimizer has none of this model's parameters; pass the one made from model.parameters()"
         )
     return found
 
 
 def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """The bytes of gradients and of the optimizer's state that are there already."""
+    """The bytes of gradients and optimizer state that already exist."""
     total = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
     if isinstance(optimizer, torch.optim.Optimizer):
         for parameter in model.parameters():
@@ -129,8 +129,8 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
         tiny.step()
     except (TypeError, RuntimeError, ValueError, AttributeError):
         raise CaptureError(
-            f"what {type(optimizer).__name__} keeps for each parameter cannot be found out before its first step; "
-            "measure after a step, or name a kind of optimizer"
+            f"cannot tell how much state {type(optimizer).__name__} keeps before its first step; "
+            "call fit after a step, or pass the name of a kind of optimizer"
         ) from None
     values: Sequence[Any] = list(tiny.state[trial].values())
     full = sum(_bytes_on(like.device, v) for v in values if isinstance(v, torch.Tensor) and v.numel() == trial.numel())

@@ -33,7 +33,7 @@ def attach(
     strict: bool = False,
     spot_checks: bool = True,
 ) -> Plan:
-    """Run a model under a schedule from now on.
+    """Attach a schedule to a model, which then runs under it.
 
     Args:
         model: the model; the object stays the same.
@@ -79,7 +79,7 @@ def attach(
 
 
 def check_is_model(model: Any) -> None:
-    """Refuse what is no module.
+    """Refuse anything but a module.
 
     Raises:
         PlanError: with what was given.
@@ -100,8 +100,8 @@ def split_for(model: nn.Module, chain: Chain | None) -> Split:
         children = [name for name, _ in model.named_children()]
         return Split(tuple(StageSplit(name, (Unit(name),)) for name in children))
     raise PlanError(
-        f"which submodules of this {type(model).__name__} make the stages is not known: attach a solution for a chain "
-        "that lowtide.measure made, or give split="
+        f"lowtide does not know which submodules of this {type(model).__name__} make the stages; attach a solution for "
+        "a chain from lowtide.measure, or pass split="
     )
 
 
@@ -110,8 +110,8 @@ def _check_has_stages(model: nn.Module, split: Split) -> None:
     missing = next((unit.path for stage in split.stages for unit in stage.units if unit.path not in paths), None)
     if missing is not None:
         raise PlanError(
-            f"this {type(model).__name__} has no submodule {missing!r}, of which a stage is made: attach a solution "
-            "for a chain that was measured of this model"
+            f"this {type(model).__name__} has no submodule {missing!r}, which the stages need; attach a solution for a "
+            "chain measured from this model"
         )
 
 
@@ -119,8 +119,8 @@ def check_legal(schedule: Schedule, num_stages: int) -> None:
     """Refuse a schedule that is illegal for any chain of that many stages."""
     if schedule.num_stages not in (0, num_stages):
         raise ScheduleError(
-            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, and the model has {num_stages} "
-            "stages; attach one that was solved for this model's chain (lowtide.measure)"
+            f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, but the model has "
+            f"{num_stages}; attach one that was solved for this model's chain (lowtide.measure)"
         )
     most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
     variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
@@ -129,7 +129,7 @@ def check_legal(schedule: Schedule, num_stages: int) -> None:
 
 
 def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_bytes: int = 0) -> Tier:
-    """Where values of this model go that leave its device: pinned memory for CUDA, a file for the CPU.
+    """Where values of this model are offloaded to: pinned memory for CUDA, a file for the CPU.
 
     Args:
         model: the model.
@@ -144,7 +144,7 @@ def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_by
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:
-    """What the lower tier must hold at the most: every value that is offloaded, once."""
+    """The most that the lower tier must hold: every offloaded value, once."""
     values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
     total = 0
     for kind, k in values:

@@ -1,4 +1,4 @@
-"""`lowtide.load_plan`: attach a plan that was written to a file."""
+"""`lowtide.load_plan`: attach a plan from a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
     if not isinstance(values, Mapping):
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")
     if values.get("format") != FORMAT:
-        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; plan.save writes such a file")
+        raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; write one with plan.save")
     _check_fingerprint(values.get("model"), fingerprint(model))
     split = _split_from(values.get("split"))
     schedule = Schedule.from_dict(values.get("schedule") or {})
@@ -86,10 +86,10 @@ def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
     for part, value in now.items():
         if saved.get(part) != value:
             raise PlanError(
-                f"the model's {part} are other than when the plan was made; fit this model again"
+                f"the model's {part} have changed since the plan was made; call fit again"
                 if part != "device"
-                else f"the plan was made for device {shown(saved.get(part))}, and the model is on {value!r}; "
-                "move the model there, or fit it again"
+                else f"the plan was made for device {shown(saved.get(part))}, but the model is on {value!r}; "
+                "move the model there, or call fit again"
             )
 
 
@@ -97,7 +97,7 @@ def _split_from(values: Any) -> Split:
     try:
         return Split.from_dict(values)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise PlanError(f"split is not well formed: {shown(json.dumps(values))}") from None
+        raise PlanError(f"split is {shown(json.dumps(values))}, which is invalid; was the file edited?") from None
 
 
 def _whole_number(name: str, value: Any) -> int | None:

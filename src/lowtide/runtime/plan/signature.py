@@ -17,7 +17,7 @@ from lowtide.runtime.model.containers import tensors_of
 
 _requires_grad = attrgetter("requires_grad")
 
-FIT_AGAIN = "call plan.detach(), then call fit again"
+FIT_AGAIN = "call fit again"
 
 TensorForm = tuple[tuple[int, ...], str]
 """Shape and dtype."""

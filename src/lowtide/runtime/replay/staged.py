@@ -293,7 +293,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad
 
 
-_ADVICE = "call plan.detach() and then fit again, or merge the stages whose order varies"
+_ADVICE = "call fit again, or merge the stages whose order varies"
 
 
 class GlueMode(TorchFunctionMode):

@@ -305,6 +305,10 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+def adapted() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(3) for layer in (LowRank(), nn.Tanh())))
+
+
 class InParts(nn.Module):
     """Calls one module for each part of its input."""
 
