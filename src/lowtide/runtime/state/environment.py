@@ -69,11 +69,12 @@ class Mark:
     Until the run has ended there are `copies` of tensors that may change; then `stamps` say how often each was changed.
     """
 
-    __slots__ = ("contents", "copies", "kept", "observes", "stamps")
+    __slots__ = ("contents", "copies", "kept", "observes", "stamps", "switches")
 
-    def __init__(self, kept: Kept, contents: list[Content], *, observes: bool) -> None:
+    def __init__(self, kept: Kept, contents: list[Content], switches: tuple[int, ...], *, observes: bool) -> None:
         self.kept = kept
         self.contents = contents
+        self.switches = switches
         self.observes = observes
         self.copies: dict[int, torch.Tensor] = {}
         self.stamps: list[tuple[int, int]] = []
@@ -124,13 +125,11 @@ class Environment:
         contents += self._contents_beside(others)
         switches = layout.switches_of(look.values)
         observes = observes or switches not in self._observed
-        mark = Mark(kept, contents, observes=observes)
+        mark = Mark(kept, contents, switches, observes=observes)
         for index, content in enumerate(contents):
-            is_new = self._is_new(content)
-            if observes or is_new or content.name in self._changing:
+            if observes or content.name in self._changing or self._is_new(content):
                 tensor = content.tensor
                 mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
-        self._observed.add(switches)
         return mark
 
     def _contents_beside(self, others: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Content]:
@@ -143,11 +142,7 @@ class Environment:
 
     def _is_new(self, content: Content) -> bool:
         """Whether a tensor is new in its place: it may change although the former did not. Asked for two at most."""
-        before, now = self._last.get(content.name), id(content.tensor)
-        if before == 0 or before == now:
-            return False
-        self._last[content.name] = now if before is None else 0
-        return True
+        return self._last.get(content.name) not in (0, id(content.tensor))
 
     def include(self, mark: Mark, read: Iterable[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
         """Take tensors that the stage has read, with names and their versions then, into a mark.
@@ -210,10 +205,12 @@ class Environment:
             if content.tensor.layout is torch.strided:
                 addresses.add(content.tensor.untyped_storage()._cdata)
         mark.stamps = list(map(self._stamp, mark.contents))
-        for index in () if ran is None else mark.copies:
-            name = mark.contents[index].name
-            if name not in self._changing and not any(name.startswith(f"{path}.".lstrip(".")) for path in ran or ()):
-                self._last.pop(name, None)  # nothing is known of what a unit changes that the model left out
+        self._observed.add(mark.switches)
+        for content in (mark.contents[index] for index in mark.copies):
+            # Nothing is known of what a unit changes that the model left out.
+            if ran is None or content.is_beside or any(content.name.startswith(f"{p}.".lstrip(".")) for p in ran):
+                now = id(content.tensor)
+                self._last[content.name] = now if self._last.get(content.name) in (None, now) else 0
         mark.copies.clear()
         return addresses
 
