@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--budget", help='bytes on each device, such as "4GiB"; default: what is free')
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    budget = arguments.budget or ("190kB" if arguments.tiny else None)  # too little to keep everything
     on_cuda = torch.cuda.is_available() and not arguments.tiny
     dist.init_process_group("nccl" if on_cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
@@ -37,7 +38,7 @@ def main() -> None:
     model = network(width, depth).to(device)
     x = torch.randn(batch, width, device=device)
 
-    plan = lowtide.fit(model, x, memory_budget=arguments.budget, optimizer="adamw")
+    plan = lowtide.fit(model, x, memory_budget=budget, optimizer="adamw")
     wrapped = DistributedDataParallel(model)
 
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)

@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    budget = arguments.budget or ("1.5MiB" if arguments.tiny else None)  # too little to keep everything
     device = "cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu"
     batch, size, width, depth = (8, 20, 8, 2) if arguments.tiny else (64, 160, 64, 4)
     torch.manual_seed(0)
@@ -63,7 +64,7 @@ def main() -> None:
     x, y = images(batch, size, device)
 
     plan = lowtide.fit(  # the one line more
-        model, x, memory_budget=arguments.budget, optimizer=optimizer, loss=lambda logits: loss(logits, y)
+        model, x, memory_budget=budget, optimizer=optimizer, loss=lambda logits: loss(logits, y)
     )
     print(plan)
 

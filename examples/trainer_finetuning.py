@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--budget", help='bytes, such as "6GiB"; default: what is free')
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    budget = arguments.budget or ("1.3MiB" if arguments.tiny else None)  # too little to keep everything
     torch.manual_seed(0)
     if arguments.tiny:
         model = GPT2LMHeadModel(GPT2Config(**TINY))
@@ -62,7 +63,7 @@ def main() -> None:
     plan = lowtide.fit(
         model,
         {"input_ids": tokens, "labels": tokens},
-        memory_budget=arguments.budget,
+        memory_budget=budget,
         optimizer="adamw",
         keeps_result=False,  # the Trainer frees the logits before backward
     )

@@ -1,7 +1,8 @@
-"""The programs of the quick start and of the recipes run, on tiny networks and at budgets that make them recompute.
+"""The programs of all pages under docs/ run, on tiny networks.
 
 A page is one program: its ```python blocks, one after the other, with what the reader has (a model, a loader, ...)
-given here. Budgets such as "20GiB" are replaced by one just above the least that the tiny network needs.
+given here. Budgets such as "20GiB" of `fit` are replaced by one just above the least that the tiny network needs, so
+that something is recomputed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_readme import blocks
+import torch
+from tests.pages import blocks
+from torch import nn
 
 import lowtide
-from lowtide.schedule import Forward
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
+import lowtide.report.page
+from lowtide import Chain, Forward, Stage
 
 DOCS = Path(__file__).parents[1] / "docs"
-RECIPES = sorted((DOCS / "recipes").glob("*.md"))
 
 # Above the least budget by this share, a part is kept and a part recomputed.
 ABOVE_THE_LEAST = 1.05
@@ -178,13 +178,28 @@ def plans(monkeypatch):
         plan.detach()
 
 
+@pytest.fixture(autouse=True)
+def _short_reports(monkeypatch):
+    """Pages for the browser with one strategy at few budgets."""
+    survey = lowtide.report.page.survey
+
+    def short(chain: Any, **settings: Any) -> Any:
+        return survey(chain, **{**settings, "strategies": ["rotor"], "num_budgets": 3})
+
+    monkeypatch.setattr(lowtide.report.page, "survey", short)
+
+
+def execute(page: Path, given: dict[str, Any]) -> None:
+    program = "\n".join(body for _, body in blocks(page, "python"))
+    exec(compile(program, page.name, "exec"), {"__name__": "recipe", **given})
+
+
 def run(page: Path, given: dict[str, Any], made: list[Any]) -> None:
     """Run a page as one program: it trains, and under each of its plans something is recomputed."""
     torch.manual_seed(0)
     models = [value for value in given.values() if isinstance(value, nn.Module)]
     before = pickle.dumps([model.state_dict() for model in models])
-    program = "\n".join(body for _, body in blocks(page, "python"))
-    exec(compile(program, page.name, "exec"), {"__name__": "recipe", **given})
+    execute(page, given)
     assert made
     for plan in made:
         forwards = [operation.stage for operation in plan.schedule.operations if isinstance(operation, Forward)]
@@ -192,6 +207,59 @@ def run(page: Path, given: dict[str, Any], made: list[Any]) -> None:
         assert plan.stats().num_steps > 0
     assert pickle.dumps([model.state_dict() for model in models]) != before
 
+
+class Block(nn.Module):
+    """A layer of an encoder or a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.linear(x).tanh()
+
+
+class EncoderDecoder(nn.Module):
+    """Two stacks of layers, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, 16)
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.layer = nn.ModuleList(Block() for _ in range(2))
+        self.decoder.layer = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Any, labels: Any) -> Any:
+        x = self.tokens(input_ids)
+        for block in (*self.encoder.layer, *self.decoder.layer):
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def measuring() -> dict[str, Any]:
+    sample = tokens(8)
+    return {"model": EncoderDecoder(), "ids": sample["input_ids"], "sample": sample, "Block": Block}
+
+
+def planning() -> dict[str, Any]:
+    """A chain with weights."""
+    stages = [Stage(f"s{k}", 1e-3, 2e-3, 2**20, 4 * 2**20, weight_bytes=2**20) for k in range(6)]
+    return {"chain": Chain("six", stages)}
+
+
+def reporting() -> dict[str, Any]:
+    return {**small_card(), **planning()}
+
+
+# What is not about training: it runs, and that is all.
+OTHERS = {
+    "runtime": long_context,
+    "measuring": measuring,
+    "report": reporting,
+    "strategies": planning,
+    "weights": planning,
+}
 
 GIVEN = {
     "own-loop": rows,
@@ -232,5 +300,12 @@ def test_recipe_for_the_trainer(plans, tmp_path):
     run(DOCS / "recipes" / "trainer.md", trainer(tmp_path), plans)
 
 
-def test_every_recipe_is_run():
-    assert {page.stem for page in RECIPES} == {*GIVEN, "distributed", "trainer"}
+@pytest.mark.parametrize("name", OTHERS)
+def test_page(name, plans, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    execute(DOCS / f"{name}.md", {"lowtide": lowtide, **OTHERS[name]()})
+
+
+def test_every_page_with_a_program_is_run():
+    with_programs = {page.stem for page in DOCS.rglob("*.md") if list(blocks(page, "python"))}
+    assert with_programs == {*GIVEN, *OTHERS, "quick-start", "distributed", "trainer"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -59,6 +60,18 @@ def test_it_holds_every_file_of_the_package(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.partition("/")[0].endswith(".dist-info")}
     assert packed == files
     assert "lowtide/py.typed" in packed
+
+
+def test_it_asks_for_no_more_than_it_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = archive.read(name).decode().splitlines()
+    asked = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    always = {re.match(r"\w+", line).group() for line in asked if "extra ==" not in line}
+    assert always == {"torch", "numpy", "numba", "scipy", "typer", "rich"}
+    assert "torch>=2.10" in asked
+    assert "matplotlib>=3.8; extra == 'plot'" in asked
+    assert "Requires-Python: >=3.11" in lines
 
 
 def test_it_imports_from_where_it_is_installed(installed):

@@ -37,10 +37,10 @@ def select(sizes: Iterable[int], model: Model = "dynamic", algorithm: Algorithm 
     Args:
         sizes: d_0..d_n, whole numbers from 0 up, in any unit.
         model: `"static"` counts all checkpoints and the largest segment between two of them (equation 6);
-            `"dynamic"` what PyTorch does: values go as soon as they are not needed, and a segment's backward has a
-            buffer as large as its largest gradient (equation 12).
+            `"dynamic"` what PyTorch does: values are freed as soon as they are not needed, and a segment's backward
+            has a buffer as large as its largest gradient (equation 12).
         algorithm: for `"dynamic"`, `"linear"` (algorithm 6) or `"quadratic"` (algorithm 5, kept as a check); the cost
-            is the same. `"static"` has one algorithm, cubic at the worst, and takes no notice.
+            is the same. `"static"` has one algorithm, cubic in the worst case, and ignores this.
 
     Raises:
         SizesError: for a list that is empty or holds something else.

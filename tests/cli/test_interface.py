@@ -85,6 +85,25 @@ FROZEN = {
         "--json",
     },
     "strategies": {"--json"},
+    "batch": {
+        "MODULE:FUNCTION",
+        "--memory",
+        "--dim",
+        "--most",
+        "--optimizer",
+        "--strategy",
+        "--bandwidth",
+        "--json",
+    },
+    "estimate": {
+        "MODULE:FUNCTION",
+        "--memory",
+        "--device",
+        "--optimizer",
+        "--accumulate",
+        "--bandwidth",
+        "--json",
+    },
 }
 
 
@@ -95,6 +114,10 @@ def parameters(name):
     for parameter in command.params:
         found |= {parameter.metavar} if parameter.param_type_name == "argument" else set(parameter.opts)
     return found
+
+
+def test_every_subcommand_is_frozen():
+    assert set(FROZEN) == set(SUBCOMMANDS)
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -167,6 +190,9 @@ def test_version(capsys):
         ),
         (["simulate", "{chain}", "{missing}"], "cannot be read"),
         (["compare", "{chain}", "--memory", "lots"], "lots"),
+        (["batch", "module:make", "--memory", "24"], "--memory=24 is 24 bytes, too few for any network; did you mean"),
+        (["estimate", "module:make", "--memory", "24"], "did you mean '24GiB'?"),
+        (["batch", "module:make", "--memory", "1.5"], "--memory: '1.5' is not a number of bytes"),
         (["compare", "{chain}", "--strategy", "auto"], "leave it out"),
         (["strategies", "--jsn"], "--json"),
     ],

@@ -56,6 +56,17 @@ def test_json_says_what_is_drawn(files, schedule_file, tmp_path, capsys):
     assert curve["points"][0]["peak_bytes"] == 14500
 
 
+@pytest.mark.parametrize("command", ["plot", "report"])
+def test_json_of_what_does_not_fit_names_the_least(command, files, tmp_path, capsys):
+    path = tmp_path / ("figure.svg" if command == "plot" else "plan.html")
+    line = [command, files["chain"], "--strategy", "store-all", "--memory", "1kB", "-o", str(path), "--json"]
+    assert main(line) == 3
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"output": None, "feasible": False, "minimum_bytes": 14500}
+    assert printed.err.count("\n") == 1
+    assert not path.exists()
+
+
 def test_without_matplotlib_one_line_says_what_to_install(files, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", files["chain"], "-o", str(tmp_path / "figure.svg")]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+# In what a plan prints: at the budgets of the small examples some stages are recomputed, or offloaded.
+NOT_ALL_KEPT = r"stages kept, (?!0 recomputed, 0 offloaded)"
 
 
 def run(*command: str) -> str:
@@ -34,12 +38,16 @@ def test_the_demo(tmp_path):
 
 
 def test_the_image_classifier():
-    assert "step 2: loss" in run("examples/image_classifier.py", "--tiny", "--budget", "1GiB")
+    text = run("examples/image_classifier.py", "--tiny")
+    assert "step 2: loss" in text
+    assert re.search(NOT_ALL_KEPT, text)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="transformers' Trainer needs accelerate")
 def test_the_trainer():
-    assert "(3 steps)" in run("examples/trainer_finetuning.py", "--tiny", "--budget", "1GiB")
+    text = run("examples/trainer_finetuning.py", "--tiny")
+    assert "(3 steps)" in text
+    assert re.search(NOT_ALL_KEPT, text)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
@@ -49,6 +57,7 @@ def test_the_lightning_module():
 
 def test_data_parallel_training():
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    text = run(*command, "examples/ddp.py", "--tiny", "--budget", "1GiB")
+    text = run(*command, "examples/ddp.py", "--tiny")
     assert text.count("step 2: loss") == 2
     assert text.count("lowtide plan") == 1
+    assert re.search(NOT_ALL_KEPT, text)

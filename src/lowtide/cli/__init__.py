@@ -31,7 +31,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "batch": ("lowtide.cli.batch", "Search the largest batch that trains within a budget."),
     "estimate": ("lowtide.cli.estimate", "Say whether a network would fit a card that is not here."),
     "solve": ("lowtide.cli.solve", "Compute a schedule that stays within a memory budget."),
-    "simulate": ("lowtide.cli.simulate", "Say what a schedule uses: time, peak memory, idle time."),
+    "simulate": ("lowtide.cli.simulate", "Show what a schedule uses: time, peak memory, idle time."),
     "compare": ("lowtide.cli.compare", "Show all strategies side by side, for several budgets."),
     "report": ("lowtide.cli.report", "Write a page: what fits, what it costs, what happens when."),
     "plot": ("lowtide.cli.plot", "Draw the frontier and the memory curve as a figure."),
@@ -213,5 +213,5 @@ def _never_fail_to_encode() -> None:
 
 
 def _abandon_output() -> None:
-    """Let go of a standard output that nobody reads any more, so that the interpreter's own flush cannot complain."""
+    """Close a standard output that nobody reads any more, so that the interpreter's own flush cannot complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.measure import from_function
-from lowtide.cli.options import Json, bandwidth_option, bytes_option
+from lowtide.cli.options import Json, bandwidth_option, budget_option, strategy_names
 from lowtide.cli.output import output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.strategies.base import AUTO, infeasible
@@ -28,7 +28,10 @@ Most = Annotated[
 OptimizerKind = Annotated[
     str, typer.Option("--optimizer", metavar="KIND", help="Count this optimizer's state: adamw, sgd, sgd-momentum, ...")
 ]
-StrategyName = Annotated[str, typer.Option("--strategy", metavar="NAME", help="See 'lowtide strategies'.")]
+StrategyName = Annotated[
+    str,
+    typer.Option("--strategy", metavar="NAME", help="See 'lowtide strategies'.", autocompletion=strategy_names),
+]
 Bandwidth = Annotated[
     str | None,
     typer.Option("--bandwidth", metavar="BYTES/s", help="To host memory, each way; else measured.", show_default=False),
@@ -36,7 +39,7 @@ Bandwidth = Annotated[
 
 EXAMPLES = (
     "lowtide batch my_package.training:make --memory 24GiB",
-    "lowtide batch my_package.training:make --memory 24GiB --dim 1 --most 32768 --json",
+    "lowtide batch training:make --memory 24GiB --dim 1 --most 32768 --json",
 )
 
 
@@ -55,7 +58,7 @@ def command(
     The network runs on this machine; each size is measured, solved and tried as lowtide.fit would. Exit status 3: not
     even a batch of one fits.
     """
-    budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
+    budget, rate = budget_option("--memory", memory), bandwidth_option(bandwidth)
     with output_of_others_aside(), DelayedProgress() as progress:
         model, sample = from_function(target)
         from lowtide.runtime.fitting.largest import largest_batch

@@ -165,7 +165,7 @@ def _cell(outcome: Outcome, store_all_seconds: float, *, marked: bool) -> str:
 
 
 def _parts(fixed: Sequence[Column], columns: Sequence[Column]) -> list[list[Column]]:
-    """The columns in groups, each of which fits a terminal's width beside the fixed ones."""
+    """The columns in groups, such that each group fits a terminal beside the fixed ones."""
     fixed_width = sum(map(_width, fixed))
     groups: list[list[Column]] = [[]]
     used = fixed_width

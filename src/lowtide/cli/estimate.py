@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.measure import from_function
-from lowtide.cli.options import Json, bandwidth_option, bytes_option
+from lowtide.cli.options import Json, bandwidth_option, budget_option
 from lowtide.cli.output import output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.strategies.base import infeasible
@@ -49,12 +49,12 @@ def command(
     bandwidth: Bandwidth = None,
     json: Json = False,
 ) -> None:
-    """Say whether a network would train on a card that is not here, and what that would take.
+    """Estimate whether a network would train on a card that is not here, and what that would take.
 
     The function is called under torch.device("meta"), so that nothing is allocated: bytes are those of a real step,
     times are what the card's peak rates allow and marked as estimates. Exit status 3: it does not fit.
     """
-    budget = None if memory is None else bytes_option("--memory", memory)
+    budget = None if memory is None else budget_option("--memory", memory)
     rate = bandwidth_option(bandwidth)
     import torch
 

@@ -131,7 +131,7 @@ def _made(target: str, sizes: dict[str, int], dtype: str | None, device: str | N
     """The model, its sample and its name."""
     if ":" in target:
         for option in (*sizes, *(["dtype"] if dtype is not None else [])):
-            raise CaptureError(f"--{option} is for networks of the zoo; leave it out, {target} chooses by itself")
+            raise CaptureError(f"--{option} is for networks of the zoo; leave it out: {target} makes its own model")
         model, sample = from_function(target)
         _check_device(target, model, device)
         return model, sample, target
@@ -157,14 +157,15 @@ def from_function(target: str) -> tuple[nn.Module, Any]:
         dotted = module_name.removesuffix(".py").replace("/", ".")
         raise CaptureError(f"{target}: a module is named without .py and with dots; write {dotted}:{function_name}")
     if not module_name or not function_name:
-        raise CaptureError(f"{target!r} names no {'function' if module_name else 'module'}; write module:function")
+        missing = "function" if module_name else "module"
+        raise CaptureError(f"{target!r} lacks the name of a {missing}; write module:function")
     module = _imported(target, module_name)
     try:
         function = getattr(module, function_name)
     except AttributeError:
         raise CaptureError(f"{target}: module {module_name!r} has no {function_name!r}") from None
     except (Exception, SystemExit) as error:  # a module may import what it has when it is asked for
-        raise CaptureError(f"{target} cannot be had: {_described(error)}") from error
+        raise CaptureError(f"{target} cannot be loaded: {_described(error)}") from error
     if not callable(function):
         raise CaptureError(f"{target} is {shown(function)}, expected a function that returns (model, sample)")
     try:
@@ -183,10 +184,10 @@ def _imported(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise CaptureError(f"{target}: {error}; it is looked for in the current folder too") from None
+        raise CaptureError(f"{target}: {error}; run lowtide where the module can be imported") from None
     except (Exception, SystemExit) as error:
         failed = f"importing {module_name!r} failed with {_described(error)}"
-        raise CaptureError(f"{target}: {failed}; mend that, or take the function to a module of its own") from error
+        raise CaptureError(f"{target}: {failed}; fix that, or move the function to a module of its own") from error
 
 
 def _check_device(target: str, model: Any, wanted: str | None) -> None:

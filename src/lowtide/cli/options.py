@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lowtide.errors import LowtideWarning, UnitError
-from lowtide.units import is_unlikely_bandwidth, parse_bandwidth, parse_bytes
+from lowtide.units import is_unlikely_bandwidth, parse_bandwidth, parse_budget, parse_bytes
 
 
 def strategy_names(incomplete: str) -> list[str]:
@@ -64,6 +64,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def bytes_option(name: str, text: str) -> int:
     """The bytes that an option holds; a refusal names the option."""
     return _parsed(parse_bytes, name, text)
+
+
+def budget_option(name: str, text: str) -> int:
+    """The budget of a real network that an option holds; a number that lacks its unit is asked about at once."""
+    bytes_option(name, text)
+    return parse_budget(text, name)
 
 
 def bandwidth_option(text: str | None) -> int | None:

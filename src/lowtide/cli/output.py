@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lowtide.chain import Chain
+from lowtide.errors import InfeasibleBudgetError
 from lowtide.report.survey import Survey
 from lowtide.trace import Trace
 from lowtide.units import format_bytes, format_seconds
@@ -56,6 +57,17 @@ def curve_values(found: Survey) -> list[dict[str, Any]]:
         }
         for curve in found.curves
     ]
+
+
+@contextlib.contextmanager
+def infeasible_as_json(asked: bool) -> Iterator[None]:
+    """Where JSON is asked for and no schedule fits, print one object that names the least budget that works."""
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        if asked:
+            print_json({"output": None, "feasible": False, "minimum_bytes": error.minimum_bytes})
+        raise
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:

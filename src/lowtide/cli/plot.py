@@ -20,7 +20,7 @@ from lowtide.cli.options import (
     bandwidth_option,
     bytes_option,
 )
-from lowtide.cli.output import curve_values, output_of_others_aside, print_json
+from lowtide.cli.output import curve_values, infeasible_as_json, output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import LowtideError
 from lowtide.files import check_can_write
@@ -118,7 +118,8 @@ def command(
                 progress=progress,
             )
         if trace is None and budget is not None:
-            trace = found.plan_within(budget).trace
+            with infeasible_as_json(json):
+                trace = found.plan_within(budget).trace
     save_figure(
         output,
         survey=found if panel is not Panel.memory else None,
@@ -136,6 +137,7 @@ def _values(output: str, budget: int | None, found: Survey | None, trace: Trace 
     """The file and what it shows, for programs; None for what is not drawn."""
     return {
         "output": output,
+        "feasible": True,
         "memory_budget": budget,
         "seconds": None if trace is None else trace.seconds,
         "peak_bytes": None if trace is None else trace.peak_bytes,

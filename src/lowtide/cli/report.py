@@ -19,7 +19,7 @@ from lowtide.cli.options import (
     bandwidth_option,
     bytes_option,
 )
-from lowtide.cli.output import curve_values, output_of_others_aside, print_json
+from lowtide.cli.output import curve_values, infeasible_as_json, output_of_others_aside, print_json
 from lowtide.cli.progress import DelayedProgress
 from lowtide.files import check_can_write
 from lowtide.report import write_report
@@ -83,7 +83,7 @@ def command(
     schedule: Schedule | None = None
     if schedule_file is not None:
         schedule, _ = simulated(chain_file, chain, schedule_file, bandwidth=rate or None, duplex=not half_duplex)
-    with output_of_others_aside(), DelayedProgress() as progress:
+    with infeasible_as_json(json), output_of_others_aside(), DelayedProgress() as progress:
         report = write_report(
             output,
             chain,
@@ -108,6 +108,7 @@ def _values(output: str, report: Report) -> dict[str, Any]:
     shown = report.plan
     return {
         "output": output,
+        "feasible": True,
         "memory_budget": shown.memory_budget,
         "strategy": shown.schedule.strategy,
         "seconds": shown.trace.seconds,

@@ -40,7 +40,7 @@ def command(
     half_duplex: HalfDuplex = False,
     json: Json = False,
 ) -> None:
-    """Say what a schedule uses on a chain: time, peak memory, idle time.
+    """Show what a schedule uses on a chain: time, peak memory, idle time.
 
     A schedule that is illegal for the chain is refused with the operation, its index and the reason.
     """

@@ -1,4 +1,4 @@
-"""The colours of every picture: one for each kind of byte, and the phases borrow theirs.
+"""The colours of every figure: one for each kind of byte, and the phases borrow theirs.
 
 Chosen so that any two differ by at least 10 in 100 × OKLab distance in normal vision and with simulated protanopia,
 deuteranopia and tritanopia (a test holds it), on light and on dark ground.
@@ -12,7 +12,7 @@ from lowtide.trace import CATEGORIES
 
 TRANSIENT = "transient"
 
-# From the bottom of a stacked picture to its top.
+# From the bottom of a stacked chart to its top.
 LAYERS = (*CATEGORIES, TRANSIENT)
 
 LAYER_TITLES = {

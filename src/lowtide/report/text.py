@@ -36,7 +36,7 @@ _STYLES = {"forward": "blue", "recompute": "yellow", "backward": "green", "copy"
 
 @dataclass(frozen=True, slots=True)
 class _Glyphs:
-    """What a picture is drawn with. `levels` are the fillings of one cell, from empty to full."""
+    """What a chart is drawn with. `levels` are the fillings of one cell, from empty to full."""
 
     levels: str
     axis: str

@@ -150,3 +150,14 @@ def test_any_legal_schedule_on_a_model_with_glue(seed, moves, fine):
     model = models.tangle()
     with attach(model, schedule, split=split):
         assert_equal(losses(model), expected)
+
+
+def test_what_a_forward_drops_is_freed_while_it_goes_on():
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), torch.zeros(4096, 8)
+    backward = [[Forward(1, "keep"), *(Forward(j, "drop") for j in range(2, k))] for k in range(2, 12)]
+    operations = [Forward(1, "keep"), *(Forward(k, "drop") for k in range(2, 12)), Forward(12, "all"), Backward(12)]
+    for k in range(11, 0, -1):
+        operations += [*(backward[k - 2] if k > 1 else ()), Forward(k, "all"), Backward(k)]
+    with attach(model, Schedule("from the start", operations)), Meter("cpu") as meter:
+        model(x)
+        assert meter.peak_bytes - meter.start_bytes < 5 * x.nbytes  # of the twelve

@@ -1,4 +1,4 @@
-"""Does a recomputed stage save what its first run saved?
+"""Checks that a recomputed stage saves what its first run saved.
 
 Shapes and dtypes are compared always (`saved`). Values are compared in two ways:
 
@@ -84,14 +84,14 @@ class Fingerprints:
         self._tensors = []
 
     def compare(self, first: Fingerprints, name: str) -> None:
-        """Refuse values that are not those of the first run."""
+        """Refuse values that differ from those of the first run."""
         for index, (one, other) in enumerate(zip(first._sums, self._sums, strict=True)):
             if one is not None and one != other:
                 raise _differs(name, f"tensor {index} of {len(self._sums)}")
 
 
 def noting(sink: Sink | None, note: Sink) -> Sink:
-    """A sink that hands each tensor to somebody else, too."""
+    """A sink that also passes each tensor on."""
     if sink is None:
         return note
 
@@ -169,7 +169,7 @@ class SpotCheck:
         )
 
     def again(self, pack: Pack) -> Pack:
-        """The packing hook of the recomputation, which takes samples, too."""
+        """The packing hook of the recomputation, which also takes samples."""
         count = 0
 
         def sampling(tensor: torch.Tensor) -> Any:

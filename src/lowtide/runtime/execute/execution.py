@@ -1,4 +1,4 @@
-"""A schedule in place: a model whose calls run under it, until it is taken away."""
+"""Runs the calls of a model under a schedule, until it is removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Schedule
 
 CallHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called in place of a model, with how to call it plainly and what with."""
+"""Called instead of a model, with the plain call and its arguments."""
 
 # The steps whose times are remembered: enough for a median.
 _NUM_REMEMBERED = 9
@@ -63,7 +63,7 @@ class Execution:
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
         layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
-        self._interception = Interception(model, layout.units, self._handle)
+        self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(
@@ -72,7 +72,7 @@ class Execution:
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self, handler: CallHandler) -> None:
-        """Step between the model and its callers; from now on `handler(plain, args, kwargs)` is called in its place."""
+        """From now on call `handler(plain, args, kwargs)` instead of the model."""
         self.handler = handler
         self._interception.install()
 
@@ -81,7 +81,7 @@ class Execution:
         return self.handler(plain, args, kwargs)
 
     def remove(self) -> None:
-        """Step out."""
+        """Call the model directly again."""
         self._interception.remove()
 
     @property
@@ -91,7 +91,7 @@ class Execution:
 
     @property
     def has_variants(self) -> bool:
-        """Whether a stage runs as another variant than variant 0."""
+        """Whether a stage runs as a variant other than 0."""
         return self.machine.variants.are_used
 
     def call(
@@ -109,8 +109,8 @@ class Execution:
         """
         if self._interception.is_within_another:
             raise ExecutionError(
-                "a submodule of a model under a plan has a plan of its own, and only one of them can decide what is "
-                "kept; detach one of the two (plan.detach())"
+                "a model with a plan has a submodule with its own plan, but only one plan can decide what is kept; "
+                "call plan.detach() on one of them"
             )
         machine, current = self.machine, self._interception.current
         with machine.alone():

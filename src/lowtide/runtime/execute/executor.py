@@ -39,7 +39,7 @@ _recomputing = _Recomputing()
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is running a part of a model again: hooks that count or log calls can ask.
+    """Whether this thread is recomputing a part of a model; for hooks that count or log calls.
 
     Example:
         >>> is_recomputing()
@@ -118,6 +118,7 @@ class Step:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
+            tape.on_input = None  # it would keep the stage's input until the forward has ended
             if k > 1 and tape.calls:  # else the model has left it out
                 self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
@@ -158,8 +159,8 @@ class Step:
         with self._lock:
             if self.in_forward:
                 raise ExecutionError(
-                    f"a backward pass reached stage {self.machine.stage_name(k)!r} before the model's forward had "
-                    "ended; compute gradients outside of the model, or detach the plan"
+                    f"backward reached stage {self.machine.stage_name(k)!r} before the model's forward had ended; "
+                    "compute gradients outside the model, or call plan.detach()"
                 )
             self._enter_task()
             if self._filled > k:
@@ -170,8 +171,8 @@ class Step:
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A saved tensor was changed in place."""
         raise ExecutionError(
-            f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, and it was "
-            "changed in place since; change it after the backward pass"
+            f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, but it "
+            "was changed in place after forward; change it after backward"
         )
 
     def _enter_task(self) -> None:
@@ -412,7 +413,7 @@ class Step:
             if parameter._version != version and (parameter.requires_grad or k in self.program.taped):
                 raise ExecutionError(
                     f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
-                    "in place between forward and backward; change it after the backward pass"
+                    "in place between forward and backward; change it after backward"
                 )
 
     def _fixed(self, tape: Tape) -> set[int]:

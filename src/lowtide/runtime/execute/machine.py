@@ -213,8 +213,8 @@ class Machine:
         """Refuse a second thread: two would disturb each other's random numbers and buffers."""
         if not self._lock.acquire(blocking=False):
             raise ExecutionError(
-                "this model is running in another thread, and a plan serves one at a time; give each thread a model of "
-                "its own (copy.deepcopy), or take turns"
+                "this model is already running in another thread, and a plan serves one thread at a time; give each "
+                "thread its own copy of the model (copy.deepcopy), or use a lock"
             )
         try:
             yield

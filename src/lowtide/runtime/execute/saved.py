@@ -1,4 +1,4 @@
-"""What stands in autograd's graph for the tensors that a stage saves.
+"""Placeholders in autograd's graph for the tensors that a stage saves.
 
 A stage whose tensors are let go, moved or made again runs under saved-tensor hooks: each tensor that autograd wants to
 save becomes a `Placeholder`. The executor fills a stage's placeholders when backward reaches the stage, or when the
@@ -104,8 +104,8 @@ class Placeholders:
                 tensor = placeholder.tensor
             if tensor is None:
                 raise ExecutionError(
-                    f"backward asks for what stage {self.name!r} saved after it was let go; to go through a part of "
-                    "the graph twice, call backward(retain_graph=True) the first time"
+                    f"tensors saved by stage {self.name!r} were already freed; use retain_graph=True in the first "
+                    "backward to go through the graph twice"
                 )
             if version_of(tensor) != placeholder.version:
                 opener.changed(stage, tensor)
@@ -122,7 +122,7 @@ class Placeholders:
         return RepeatedRun(self, sink, len(self._shapes), may_end_in)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
-        """Compare what a repeated forward saved with what the first did.
+        """Compare what a recomputation saved with the first forward.
 
         Raises:
             ExecutionError: where shapes, dtypes or the number of tensors differ.
@@ -133,12 +133,12 @@ class Placeholders:
         for index, (tensor, shape, dtype) in enumerate(pairs):
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise ExecutionError(
-                    f"{self._place(index)} saved tensor {index} with shape {list(shape)} and {dtype} the first time, "
-                    f"and with {list(tensor.shape)} and {tensor.dtype} when it ran again; {_ADVICE}"
+                    f"{self._place(index)} saved tensor {index} as {list(shape)} {dtype} the first time, but as "
+                    f"{list(tensor.shape)} {tensor.dtype} when recomputed; {_ADVICE}"
                 )
         raise ExecutionError(
-            f"stage {self.name!r} saved {len(self._shapes)} tensors the first time and {len(tensors)} when it ran "
-            f"again; {_ADVICE}"
+            f"stage {self.name!r} saved {len(self._shapes)} tensors the first time, but {len(tensors)} when "
+            f"recomputed; {_ADVICE}"
         )
 
     def _place(self, index: int) -> str:
@@ -163,7 +163,7 @@ class Placeholders:
 
 
 class RepeatedRun:
-    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end.
+    """Catches what a recomputation saves: `pack` is its hook; its maker clears `tensors` at the end.
 
     Args:
         placeholders: for which it runs.
@@ -205,7 +205,7 @@ class RepeatedRun:
         return pack_until
 
     def finish(self) -> None:
-        """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
+        """The run has ended: compare it with the first; fill the placeholders unless something else took the tensors.
 
         Raises:
             ExecutionError: where it differs.
@@ -215,13 +215,13 @@ class RepeatedRun:
             self._placeholders.fill(self.tensors, self._versions)
 
 
-_ADVICE = "what a stage does must follow from its input, its parameters and random numbers alone"
+_ADVICE = "a stage must depend only on its input, its parameters and random numbers"
 
 
 def discard(tensor: torch.Tensor) -> None:
-    """The packing hook of a repeated forward of which only the output is wanted."""
+    """The packing hook of a recomputation that only needs the output."""
 
 
 def never_opened(packed: Any) -> torch.Tensor:
-    """The unpacking hook of a graph that nobody goes through."""
-    raise ExecutionError("the graph of a repeated forward was used; gradients flow through the first forward's")
+    """The unpacking hook of a graph that is never used."""
+    raise ExecutionError("the graph of a recomputation was used; gradients flow only through the first forward")

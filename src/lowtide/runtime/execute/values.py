@@ -46,7 +46,7 @@ class Leaf:
         if version_of(tensor) != self._version and not (is_state is not None and is_state(tensor)):
             raise ExecutionError(
                 f"the output of stage {name!r}, of shape {list(tensor.shape)}, was changed in place between forward "
-                "and backward; work on a copy, or change it after the backward pass"
+                "and backward; work on a copy, or change it after backward"
             )
         return tensor
 
@@ -83,7 +83,7 @@ class Activation:
             self.leaves[number] = Leaf(tensor, None, ())
 
     def keep_only(self, numbers: Iterable[int]) -> None:
-        """Let go the tensors that the next stage turned out not to read; not for those that move."""
+        """Free the tensors that the next stage turned out not to read; not for those that move."""
         if self.cargo is None:
             wanted = set(numbers)
             self.leaves = {number: leaf for number, leaf in self.leaves.items() if number in wanted}
@@ -110,7 +110,7 @@ class Activation:
             self.cargo.arrive()
 
     def leave(self) -> None:
-        """Wait for copies under way, and let the value go from the device."""
+        """Wait for copies under way, then free the value on the device."""
         if self.cargo is not None:
             self.cargo.leave()
         for leaf in self.leaves.values():
@@ -216,7 +216,7 @@ class Sorter:
         self._versions.append(version_of(tensor))
 
     def clear(self) -> None:
-        """Let the saved tensors go: the graph of the run holds the hook, the hook this object, and these the graph."""
+        """Free the saved tensors: the graph of the run holds the hook, the hook this object, and these the graph."""
         self._tensors.clear()
 
     def finish(self, inputs: Mapping[int, torch.Tensor], fixed: set[int]) -> None:

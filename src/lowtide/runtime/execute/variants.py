@@ -1,4 +1,4 @@
-"""As which variant each stage of a program runs.
+"""Which variant each stage of a program runs as.
 
 Autograd's graph is made by the first forward, which so decides what backward does: a stage whose backward runs as a
 variant runs forward as that variant, whenever it runs. What the schedule keeps or drops of it is the same in all.
@@ -44,13 +44,12 @@ class StageVariants:
             return cls(choice, (0,) * len(program.variants))
         if choice is None:
             raise PlanError(
-                "the schedule runs stages as variants, and this model has none compiled; use "
+                "the schedule uses variants, but this model has no compiled blocks; use "
                 "lowtide.fit(..., compile_stages=True), or solve for a chain without variants"
             )
         if chain is None:
             raise PlanError(
-                "the schedule runs stages as variants, whose names are in a chain; attach the solution and not its "
-                "schedule alone"
+                "the schedule uses variants, whose names are in the chain; attach the solution, not only its schedule"
             )
         indices = [0]
         for k, variant in list(enumerate(program.variants))[1:]:
@@ -58,7 +57,7 @@ class StageVariants:
             name = stage.variants[variant - 1].name if variant else ""
             if name not in choice.names:
                 raise PlanError(
-                    f"stage {stage.name!r} is to run as variant {name!r}, which is not compiled; there are "
+                    f"stage {stage.name!r} needs variant {name!r}, which is not compiled; the compiled ones are "
                     f"{', '.join(choice.names[1:])}"
                 )
             indices.append(choice.names.index(name))
@@ -66,7 +65,7 @@ class StageVariants:
 
     @property
     def are_used(self) -> bool:
-        """Whether any stage runs as another variant than variant 0."""
+        """Whether any stage runs as a variant other than 0."""
         return any(self._indices)
 
     def left_out(self) -> StageVariants:
@@ -79,13 +78,13 @@ class StageVariants:
             self._choice.index = self._indices[k]
 
     def end(self) -> None:
-        """The forward has ended: whoever calls the model's parts now means variant 0."""
+        """The forward has ended: from here on, calls of the model's parts run as variant 0."""
         if self._choice is not None:
             self._choice.index = 0
 
     @contextmanager
     def running(self, k: int) -> Iterator[None]:
-        """Run stage k again within the block."""
+        """Recompute stage k within the block."""
         if self._choice is None:
             yield
             return
