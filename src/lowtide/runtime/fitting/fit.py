@@ -16,9 +16,10 @@ from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, Compi
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
+from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.solving import Settings, solution_for
 from lowtide.runtime.fitting.trials import Planned, corrected, plan_for
-from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.measure.weights import Optimizer, unwrapped
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_is_model, device_of
@@ -65,7 +66,8 @@ def fit(
 
     Args:
         model: the model, on the device where it is trained; the object stays the same.
-        sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
+        sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments; or
+            your DataLoader: the largest of its first batches counts, and no random generator moves.
         memory_budget: bytes of everything that a training step allocates on the device: parameters, gradients,
             optimizer state, workspaces (on the CPU: all live tensors). None: what is free, minus a reserve.
         strategy: a name from `lowtide strategies`; `"auto"`: the fastest.
@@ -118,7 +120,7 @@ def fit(
         strategy=strategy,
         bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
         host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
-        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
+        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else unwrapped(optimizer),
         loss=loss,
         stages=stages,
         grads_resident=grads_resident,
@@ -130,9 +132,10 @@ def fit(
         allow_rounding=variants == "rounding",
     )
     planner = _Fitting(model, settings)
+    called = Sample.of(sample_from(model, sample))
     if not is_distributed():
-        return Plan(model, planner.part(Sample.of(sample)), planner, replan=replan)
-    return _shared(planner, Sample.of(sample), model)
+        return Plan(model, planner.part(called), planner, replan=replan)
+    return _shared(planner, called, model)
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:

@@ -1,0 +1,1 @@
+"""Callbacks for training frameworks, one file each, imported when used."""
