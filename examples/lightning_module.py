@@ -20,27 +20,12 @@ import lowtide
 class Regression(lightning.LightningModule):
     """A deep network that learns to add its inputs up."""
 
-    def __init__(self, width: int, depth: int, budget: str | None) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.budget = budget
         blocks = [
             nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
         ]
         self.network = nn.Sequential(*blocks, nn.Linear(width, 1))
-        self.plan: lowtide.Plan | None = None
-
-    def on_train_start(self) -> None:
-        """The model is on its device by now, and the optimizer is there."""
-        batch = next(iter(self.trainer.train_dataloader))[0].to(self.device)
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        self.plan = lowtide.fit(self.network, batch, memory_budget=self.budget, optimizer=optimizer)
-        print(self.plan)
-
-    def on_train_end(self) -> None:
-        """Print predicted and measured figures; give the network back as it was."""
-        if self.plan is not None:
-            print(self.plan.stats())
-            self.plan.detach()
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         """As without lowtide."""
@@ -60,7 +45,9 @@ def main() -> None:
     width, depth, batch = (16, 4, 32) if arguments.tiny else (512, 24, 4096)
     data = torch.utils.data.TensorDataset(torch.randn(4 * batch, width))
     loader = torch.utils.data.DataLoader(data, batch_size=batch)
+    within_budget = lowtide.LightningCallback(arguments.budget)
     trainer = lightning.Trainer(
+        callbacks=[within_budget],
         max_steps=3,
         accelerator="cpu" if arguments.tiny else "auto",
         devices=1,
@@ -68,7 +55,9 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Regression(width, depth, arguments.budget), loader)
+    trainer.fit(Regression(width, depth), loader)
+    print(within_budget.plan)
+    print(within_budget.plan.stats())
 
 
 if __name__ == "__main__":

@@ -55,19 +55,8 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(arguments.model)
     batch, length = (4, 16) if arguments.tiny else (8, 512)
-    device = "cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu"
-    model.to(device)
     data = Sentences(length, model.config.vocab_size, 4 * batch)
-    tokens = torch.stack([data[k]["input_ids"] for k in range(batch)]).to(device)
-
-    plan = lowtide.fit(
-        model,
-        {"input_ids": tokens, "labels": tokens},
-        memory_budget=budget,
-        optimizer="adamw",
-        keeps_result=False,  # the Trainer frees the logits before backward
-    )
-    print(plan)
+    within_budget = lowtide.TransformersCallback(budget)
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -76,11 +65,12 @@ def main() -> None:
             max_steps=3,
             logging_steps=1,
             report_to=[],
-            use_cpu=device == "cpu",
+            use_cpu=arguments.tiny,
             save_strategy="no",
         )
-        Trainer(model, settings, train_dataset=data).train()
-    print(plan.stats())
+        Trainer(model, settings, train_dataset=data, callbacks=[within_budget]).train()
+    print(within_budget.plan)
+    print(within_budget.plan.stats())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -13,8 +14,9 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).parent
-# All tests in these folders need torch; elsewhere those marked `torch` do.
+# All tests in these folders need torch; elsewhere files that import it, and tests marked `torch`, do.
 _NEED_TORCH = ("runtime", "gpu", "benchmarking", "zoo")
+_IMPORTS_TORCH = re.compile(r"^(import|from) torch\b", re.MULTILINE)
 # Modules that torch imports when it first needs them, with some 300 000 objects; the second one only where something is
 # compiled, as in a run of all tests.
 _IMPORTED_LATE, _IMPORTED_TO_COMPILE = "torch._dynamo", "torch._inductor.compile_fx"
@@ -41,9 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("core") and collection_path.relative_to(HERE).parts[:1] in {(name,) for name in _NEED_TORCH}:
+    if not config.getoption("core"):
+        return None
+    if collection_path.is_file() and _IMPORTS_TORCH.search(collection_path.read_text(encoding="utf-8")):
         return True
-    return None
+    return True if collection_path.relative_to(HERE).parts[:1] in {(name,) for name in _NEED_TORCH} else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

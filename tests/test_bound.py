@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+from tests.looping import looped
 from tests.strategies.weight_brute_force import fastest_period
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, tiny_problem, transformer_chain
 
@@ -26,7 +27,7 @@ from lowtide.strategies.weights.relaxation import relaxation_of
 
 
 @pytest.mark.parametrize("model", ["paper", "lists"])
-@pytest.mark.parametrize("seed", range(0, 60, 2))
+@looped("seed", range(0, 60, 2))
 def test_no_list_of_two_stages_is_below_it(seed: int, model: str) -> None:
     problem = tiny_problem(seed, 2, optimizer=False)
     best, _ = fastest_period(problem)
@@ -47,7 +48,7 @@ def test_no_longer_list_is_below_it(seed: int, num_stages: int, optimizer: bool)
         assert bound(problem.chain, memory_budget=problem.memory_budget, model=model, **link).seconds <= best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@looped("seed", range(12))
 def test_no_schedule_of_ours_is_below_it(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=3 + seed % 5, optimizer=seed % 3 == 0)
     period = period_of(chain)
@@ -64,7 +65,7 @@ def test_no_schedule_of_ours_is_below_it(seed: int) -> None:
     assert lists.seconds == lists.lists_seconds
 
 
-@pytest.mark.parametrize("seed", range(8))
+@looped("seed", range(8))
 def test_both_programs_say_the_same_of_equal_weights(seed: int) -> None:
     period = period_of(equal_chain(4 + seed % 4))
     given = {"memory_budget": period.least_bytes + 10 * (seed % 3), "bandwidth": 2 + seed}

@@ -6,19 +6,20 @@ import itertools
 
 import pytest
 from tests.chains import NESTED_FEATURES, long_chain, random_chain, random_chains
+from tests.looping import looped
 from tests.search import curve, nested_schedules
 
 import lowtide
 from lowtide import Chain, InfeasibleBudgetError, StrategyError, simulate, solve
 
 
-@pytest.mark.parametrize("chain", random_chains(12, 4, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+@looped("chain", random_chains(12, 4, features=NESTED_FEATURES))
 def test_it_is_the_curve_of_an_exhaustive_search(chain: Chain) -> None:
     found = lowtide.frontier(chain, num_points=1000)
     assert [(p.memory_bytes, p.seconds) for p in found.points] == curve(chain, nested_schedules(chain, 1, 4))
 
 
-@pytest.mark.parametrize("chain", random_chains(12, 5, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+@looped("chain", random_chains(12, 5, features=NESTED_FEATURES))
 def test_every_point_is_what_rotor_finds_at_its_budget(chain: Chain) -> None:
     for point in lowtide.frontier(chain, num_points=400).points:
         assert simulate(chain, point.schedule).peak_bytes == point.memory_bytes

@@ -12,20 +12,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.pages import blocks
 
 from lowtide.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(page, language):
-    """The blocks of a page that are run, with the numbers of their lines."""
-    text = "\n" + page.read_text(encoding="utf-8")  # so that a block on the first line has a line before it
-    for found in re.finditer(r"^([^\n]*)\n```(console|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        before, kind, body = found.groups()
-        if kind == language and not before.startswith("<!-- not run"):
-            yield text[: found.start(3)].count("\n"), body
 
 
 def sessions(body):

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_readme import blocks
+import torch
+from tests.pages import blocks
+from torch import nn
 
 import lowtide
 import lowtide.report.page
 from lowtide import Chain, Forward, Stage
-
-torch = pytest.importorskip("torch")
-nn = torch.nn
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -131,7 +130,37 @@ def trainer(folder: Path) -> dict[str, Any]:
     def collate(entries: Any) -> Any:
         return torch.utils.data.default_collate(list(entries))
 
-    return {"model": language_model(), "dataset": dataset, "settings": settings, "collate": collate, "batch_size": 4}
+    return {"model": language_model(), "dataset": dataset, "settings": settings, "collate": collate}
+
+
+def lightning_module() -> dict[str, Any]:
+    lightning = pytest.importorskip("lightning")
+
+    class Regression(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = layered()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            x, y = batch
+            return nn.functional.mse_loss(self.network(x), y)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return {"module": Regression(), "loader": pairs(), "settings": {"accelerator": "cpu", "devices": 1, **quiet}}
+
+
+def accelerated() -> dict[str, Any]:
+    accelerate = pytest.importorskip("accelerate")
+    given = with_optimizer(model=layered(), loader=pairs(), loss_fn=nn.functional.mse_loss)
+    return {**given, "accelerator": accelerate.Accelerator(cpu=True)}
+
+
+def pairs() -> Any:
+    data = torch.utils.data.TensorDataset(torch.randn(1024, 16), torch.randn(1024, 16))
+    return torch.utils.data.DataLoader(data, batch_size=256, shuffle=True)
 
 
 def run_in_a_group(rank: int, folder: str) -> None:
@@ -268,6 +297,8 @@ GIVEN = {
     "diffusion": diffusion,
     "long-context": long_context,
     "small-card": small_card,
+    "lightning": lightning_module,
+    "accelerate": accelerated,
 }
 
 

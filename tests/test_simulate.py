@@ -5,6 +5,7 @@ import random
 import pytest
 from tests.accountant import IllegalError, account, legal_schedule, spoiled
 from tests.chains import NESTED_FEATURES, random_chain
+from tests.looping import looped
 
 from lowtide import (
     Backward,
@@ -48,7 +49,7 @@ def test_a_forward_that_runs_again_for_its_backward_alone_may_end_early():
 
 
 # Each seed is one chain, one legal schedule and three that are mostly illegal: 2000 schedules in all.
-@pytest.mark.parametrize("first", range(0, 500, 10))
+@looped("first", range(0, 500, 10))
 def test_random_schedules_cost_what_a_second_accountant_says_or_are_refused_by_both(first):
     num_legal = 0
     for seed in range(first, first + 10):

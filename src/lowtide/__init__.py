@@ -36,6 +36,8 @@ from lowtide.solve import Solution, solve
 from lowtide.trace import Trace
 
 if TYPE_CHECKING:
+    from lowtide.integrations.lightning import LightningCallback
+    from lowtide.integrations.transformers import TransformersCallback
     from lowtide.runtime.execute.executor import is_recomputing
     from lowtide.runtime.fitting.estimate import Estimate, estimate
     from lowtide.runtime.fitting.fit import fit
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 # What imports torch is imported when it is first used.
 _LAZY = {
+    "LightningCallback": "lowtide.integrations.lightning",
+    "TransformersCallback": "lowtide.integrations.transformers",
     "LargestBatch": "lowtide.runtime.fitting.largest",
     "Estimate": "lowtide.runtime.fitting.estimate",
     "Plan": "lowtide.runtime.plan.plan",
@@ -75,6 +79,7 @@ __all__ = [
     "Frontier",
     "InfeasibleBudgetError",
     "LargestBatch",
+    "LightningCallback",
     "LowtideError",
     "LowtideWarning",
     "Offload",
@@ -92,6 +97,7 @@ __all__ = [
     "Stage",
     "StrategyError",
     "Trace",
+    "TransformersCallback",
     "UnitError",
     "Update",
     "Variant",

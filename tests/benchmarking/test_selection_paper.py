@@ -9,6 +9,7 @@ import pytest
 from papers.selection import __main__ as command
 from papers.selection import networks
 from papers.selection.phases import Phase, mean_error, predicted_phases
+from tests.looping import looped
 
 import lowtide
 from lowtide import Backward, Chain, Forward, Schedule, Stage, zoo
@@ -31,7 +32,7 @@ def test_a_network_is_cut_into_the_papers_layers_and_stays_the_same(name, num_la
     assert after == before
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_the_arbitrary_graph_search_finds_what_algorithm_3_finds(seed):
     numbers = random.Random(seed)
     sizes = [numbers.choice((0, 1, 2, 5, 20, 100)) for _ in range(numbers.randint(2, 12))]

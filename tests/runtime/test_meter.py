@@ -125,3 +125,10 @@ def test_an_exception_closes_the_meter() -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="mps"):
         Meter("mps")
+
+
+def test_a_lazy_module_that_has_no_shape_yet_does_not_count() -> None:
+    lazy = torch.nn.LazyLinear(4)
+    with Meter("cpu") as meter:
+        assert meter.live_bytes >= 0
+    assert torch.nn.parameter.is_lazy(lazy.weight)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 from tests.chains import NESTED_FEATURES, SIZES, long_chain, random_chain, random_chains, with_random_seconds
+from tests.looping import looped
 from tests.search import Nested, check_curve, curve, fastest, nested_schedules
 
 from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, simulate, solve
@@ -22,7 +23,7 @@ def test_it_equals_an_exhaustive_search_of_its_class(sizes: str, features: tuple
         check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, num_stages)))
 
 
-@pytest.mark.parametrize("chain", random_chains(12, 5, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+@looped("chain", random_chains(12, 5, features=NESTED_FEATURES))
 def test_it_equals_an_exhaustive_search_with_features_mixed(chain: Chain) -> None:
     check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, 5)))
     uneven = with_random_seconds(chain, seed=1)

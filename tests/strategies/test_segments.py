@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.chains import NESTED_FEATURES, random_chains
+from tests.looping import looped
 
 from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, StrategyError, simulate, solve
 
@@ -45,7 +46,7 @@ def is_keep(operation: object) -> bool:
     return getattr(operation, "save", None) == "keep"
 
 
-@pytest.mark.parametrize("chain", random_chains(18, 7, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+@looped("chain", random_chains(18, 7, features=NESTED_FEATURES))
 def test_the_default_is_the_fastest_number_that_fits(chain: Chain) -> None:
     every = [solve(chain, memory_budget=2**40, strategy="segments", segments=k) for k in range(1, 8)]
     for budget in {solution.peak_bytes - less for solution in every for less in (0, 1)}:

@@ -4,6 +4,7 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+from tests.looping import looped
 
 from lowtide import Chain, InfeasibleBudgetError, Stage, simulate, solve
 from lowtide.strategies.checkpoints import sets as checkpoint_sets
@@ -62,7 +63,7 @@ def all_sets(n):
     return [[0, *inner, n] for count in range(n) for inner in combinations(range(1, n), count)]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@looped("seed", range(6))
 def test_dynamic_selection_has_the_least_peak_of_all_checkpoint_sets(seed):
     rng = random.Random(seed)
     for _ in range(40):
@@ -76,7 +77,7 @@ def test_dynamic_selection_has_the_least_peak_of_all_checkpoint_sets(seed):
         assert least <= min(peak_by_hand(chain, other) for other in all_sets(chain.num_stages))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@looped("seed", range(3))
 def test_saving_a_single_stage_at_once_takes_no_more_memory_or_time(seed):
     rng = random.Random(seed)
     for _ in range(40):
@@ -88,7 +89,7 @@ def test_saving_a_single_stage_at_once_takes_no_more_memory_or_time(seed):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_the_least_budget_is_exact_and_more_changes_nothing(name, seed):
     rng = random.Random(seed)
     for _ in range(30):
@@ -102,7 +103,7 @@ def test_the_least_budget_is_exact_and_more_changes_nothing(name, seed):
             assert refusal.value.minimum_bytes == least
 
 
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_selection_keeps_a_set_that_is_optimal_for_equation_6(seed):
     rng = random.Random(seed)
     for _ in range(30):

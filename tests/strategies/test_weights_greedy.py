@@ -2,6 +2,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tests.looping import looped
 from tests.strategies.weight_brute_force import fastest_period
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, tiny_problem, transformer_chain
 
@@ -14,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "chains"
 GREEDY, NODISCOUNT = "weights-greedy", "weights-greedy-nodiscount"
 
 
-@pytest.mark.parametrize("seed", range(50))
+@looped("seed", range(50))
 def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 9, optimizer=seed % 3 == 0)
     period = period_of(chain)
@@ -32,7 +33,7 @@ def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
         assert found[GREEDY].seconds <= found[NODISCOUNT].seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@looped("seed", range(40))
 def test_the_machine_and_the_simulator_agree(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=2 + seed % 8, optimizer=seed % 3 == 0)
     period, choices = period_of(chain), choices_of(period_of(chain))
@@ -48,7 +49,7 @@ def test_the_machine_and_the_simulator_agree(seed: int) -> None:
                 assert trace.peak_bytes <= budget
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(30))
 def test_it_is_not_faster_than_the_fastest_list(seed: int) -> None:
     problem = tiny_problem(seed, 2, optimizer=False)
     link = {"bandwidth": problem.bandwidth, "duplex": problem.duplex}

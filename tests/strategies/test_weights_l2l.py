@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+from tests.looping import looped
 from tests.strategies.weight_chains import MiB, equal_chain, random_weight_chain, transformer_chain
 
 from lowtide import InfeasibleBudgetError, StrategyError, simulate, solve
@@ -26,7 +27,7 @@ def test_equal_weights_wait_for_two_copies_each(num_stages: int, bandwidth: int)
     assert solution.seconds == pytest.approx(chain.compute_seconds + 2 * num_stages * 10 / bandwidth)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(60))
 def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 7, optimizer=seed % 3 == 0)
     period = period_of(chain)
@@ -41,7 +42,7 @@ def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
     assert half.seconds >= roomy.seconds
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_one_stage_at_a_time(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=5, optimizer=seed % 2 == 0, zeros=False)
     period = period_of(chain)

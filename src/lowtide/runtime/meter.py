@@ -29,14 +29,14 @@ _excluded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 def exclude(tensor: torch.Tensor) -> torch.Tensor:
-    """Never count this tensor's storage on the CPU: it stands for another tier (a mapped file). Returns the tensor."""
+    """Never count this tensor's storage on the CPU: it is on another tier (a mapped file). Returns the tensor."""
     _excluded.add(tensor.untyped_storage())
     return tensor
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep Python's collector from freeing, in the midst of counting, what others left behind (compilers do)."""
+    """Keep Python's collector from freeing, while counting, what other code (compilers) left behind."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -236,3 +236,33 @@ def test_gradient_checkpointing_of_transformers_is_noticed() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(CaptureError, match="gradient_checkpointing_disable"):
         capture(model.train(), sample)
+
+
+class Yielding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            yield x
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, rows):
+        return self.layers(torch.nested.nested_tensor(rows, layout=torch.jagged)).values()
+
+
+def test_a_forward_that_yields_is_declined():
+    with pytest.raises(CaptureError, match="the forward of Yielding returns a generator"):
+        capture(Yielding(), torch.randn(4, 8))
+
+
+def test_nested_tensors_are_declined():
+    with pytest.raises(CaptureError, match="works on nested tensors"):
+        capture(Jagged(), ([torch.randn(3, 8), torch.randn(5, 8)],))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F  # noqa: N812
+from tests.looping import looped
 from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
@@ -193,7 +194,7 @@ def compiled_model(request):
     compiled.remove()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@looped("seed", range(6))
 def test_any_schedule_with_variants_gives_the_numbers_of_the_compiled_model(compiled_model, seed: int) -> None:
     build, model, split, chain = compiled_model
     model.load_state_dict(build().state_dict())

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.looping import looped
 from tests.runtime import models
 from tests.runtime.models import SHAPE, N, every_schedule
 from tests.runtime.schedules import random_schedule, recomputing
@@ -258,7 +259,7 @@ def test_strict_mode_takes_statistics_that_are_read():
         assert_equal(train(plan.model, inputs), train(make(), inputs))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@looped("seed", range(4))
 def test_strict_mode_takes_what_repeats_itself(seed):
     """Statistics of BatchNorm, dropout, buffers that change: all are as they were in the first run."""
     schedule = random_schedule(8, seed, drops=0.0)

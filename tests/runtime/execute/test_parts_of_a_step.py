@@ -10,7 +10,7 @@ from tests.runtime.schedules import mixed, offloading, recomputing, repeating
 from torch import nn
 
 import lowtide
-from lowtide import Schedule
+from lowtide import Backward, Forward, Offload, Release, Schedule
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 
 WIDTH = 8
@@ -110,3 +110,17 @@ def test_a_layer_that_is_frozen_or_trained_between_forward_and_backward() -> Non
             result.square().sum().backward()
         assert_same_gradients(model, plain)
         assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+
+
+def test_a_schedule_that_makes_a_value_again_when_nobody_needs_it() -> None:
+    torch.manual_seed(0)
+    model, x = layers(3), torch.randn(4, WIDTH)
+    plain = copy.deepcopy(model)
+    operations = list(repeating(3).operations)
+    last = operations.index(Backward(3))
+    operations[last + 2 : last + 2] = [Forward(3, "all"), Offload("abar", 3), Release("abar", 3)]
+    with lowtide.attach(model, Schedule("leftovers", operations)):
+        for each in (model, plain):
+            torch.manual_seed(1)
+            each(x).square().sum().backward()
+        assert_same_gradients(model, plain)

@@ -544,3 +544,34 @@ def test_launches_are_corrected_in_the_chain_and_kept_raw_in_its_provenance(monk
 def test_import_does_not_import_torch() -> None:
     code = "import sys, lowtide; assert 'torch' not in sys.modules; lowtide.measure; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Logging(nn.Module):
+    """Computes something that backward never reaches, and that saves its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = deep(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.spread = float(x.std().detach()), x.softmax(1).amax().item()
+        return x
+
+
+def test_what_backward_never_reaches_is_not_kept() -> None:
+    model, x = Logging(), torch.randn(32, 64)
+    live = []
+    gc.collect()
+    gc.disable()
+    try:
+        for strategy in ("revolve", "offload", "revolve", "offload", "revolve"):
+            with lowtide.fit(model, x, memory_budget="1GB", bandwidth="50GB/s", strategy=strategy):
+                model(x).sum().backward()
+            model.zero_grad()
+            with Meter("cpu") as meter:
+                live.append(meter.live_bytes)
+    finally:
+        gc.enable()
+    assert len(set(live)) == 1, "memory is flat without the collector's help"

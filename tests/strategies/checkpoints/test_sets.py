@@ -3,9 +3,9 @@
 import random
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.looping import looped
 
 from lowtide.strategies.checkpoints import sets as checkpoint_sets
 from lowtide.strategies.checkpoints.sets import select_dynamic, select_static
@@ -77,7 +77,7 @@ def random_sizes(rng, n):
     return sizes
 
 
-@pytest.mark.parametrize("seed", range(8))
+@looped("seed", range(8))
 def test_equal_to_enumeration_on_random_instances(seed):
     rng = random.Random(seed)
     for _ in range(500):
@@ -102,7 +102,7 @@ def test_all_lists_of_six_small_sizes():
         check([number // 3**k % 3 for k in range(6)])
 
 
-@pytest.mark.parametrize("seed", range(5))
+@looped("seed", range(5))
 def test_linear_equals_quadratic_on_long_lists(seed):
     rng = random.Random(seed)
     for _ in range(40):

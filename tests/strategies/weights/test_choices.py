@@ -1,4 +1,5 @@
 import pytest
+from tests.looping import looped
 from tests.strategies.weight_chains import random_weight_chain
 
 from lowtide.strategies.weights.choices import choices_of, from_backward, select_greedily
@@ -31,7 +32,7 @@ def _by_the_letter(period, choices, memory_budget, discount):
 
 
 @pytest.mark.parametrize("discount", [True, False])
-@pytest.mark.parametrize("seed", range(60))
+@looped("seed", range(60))
 def test_it_is_algorithm_1(seed: int, discount: bool) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 9, optimizer=seed % 3 == 0, largest=3 if seed % 2 else 30)
     period, choices = period_of(chain), choices_of(period_of(chain))

@@ -1,4 +1,4 @@
-import pytest
+from tests.looping import looped
 from tests.strategies.weight_chains import MiB, random_weight_chain, transformer_chain
 
 from lowtide import simulate, solve
@@ -16,7 +16,7 @@ def _problem(chain, memory_budget, bandwidth, duplex=True):
     return Problem(chain, memory_budget, bandwidth, duplex, evaluate)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@looped("seed", range(20))
 def test_it_is_faster_or_nothing(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=3 + seed % 6, optimizer=seed % 3 == 0)
     period = period_of(chain)
@@ -32,7 +32,7 @@ def test_it_is_faster_or_nothing(seed: int) -> None:
         assert greedy.lower_bound_seconds <= trace.seconds
 
 
-@pytest.mark.parametrize("seed", range(12))
+@looped("seed", range(12))
 def test_a_schedule_gives_back_its_selection(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=3 + seed % 6, zeros=False, optimizer=seed % 2 == 0)
     period, choices = period_of(chain), choices_of(period_of(chain))

@@ -1,4 +1,4 @@
-import pytest
+from tests.looping import looped
 from tests.strategies.weight_chains import random_weight_chain
 
 from lowtide import Offload, Prefetch, Release, Schedule, simulate
@@ -6,7 +6,7 @@ from lowtide.schedule import Start
 from lowtide.strategies.weights.periods import cyclic_schedule, period_of
 
 
-@pytest.mark.parametrize("seed", range(30))
+@looped("seed", range(30))
 def test_a_period_counts_what_the_simulator_counts(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 6, optimizer=seed % 2 == 0)
     period = period_of(chain)

@@ -81,7 +81,7 @@ def capture(
         before = _places_in_memory(model)
         observation = watch(model, called.with_keywords(keywords), loss)
         _refuse_other_data(before, _places_in_memory(model))
-    _refuse_what_cannot_work(observation)
+    _refuse_what_cannot_work(model, observation)
     if blocks:
         closed |= whole_blocks(model, observation)
     if stages is None:
@@ -134,6 +134,10 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
         )
 
 
+# What a forward with `yield`, or an async one, returns.
+_SUSPENDED = ("generator", "async_generator", "coroutine")
+
+
 def _refuse_an_empty_batch(sample: Sample) -> None:
     batched = [tensor for tensor in sample.tensors() if tensor.dim()]
     if batched and not any(tensor.numel() for tensor in batched):
@@ -142,7 +146,12 @@ def _refuse_an_empty_batch(sample: Sample) -> None:
         )
 
 
-def _refuse_what_cannot_work(observation: Observation) -> None:
+def _refuse_what_cannot_work(model: nn.Module, observation: Observation) -> None:
+    if not any(call.depth == 0 and not call.path for call in observation.calls):
+        raise CaptureError(
+            f"{type(model).__name__} has its own __call__ that does not call nn.Module's, so its calls cannot be "
+            "seen; name it forward, or end it with super().__call__(...)"
+        )
     if observation.checkpoints:
         raise CaptureError(
             "the model already uses torch.utils.checkpoint, so nothing is left to save; turn that off "
@@ -152,6 +161,11 @@ def _refuse_what_cannot_work(observation: Observation) -> None:
         raise CaptureError(
             f"{observation.caches[0]} gets a key-value cache, which cannot be used twice; call the model with "
             "use_cache=False"
+        )
+    if observation.opaque in _SUSPENDED:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} returns a {observation.opaque}, so nothing has run when it "
+            "returns; let it return its results, in a list where there are several"
         )
     if observation.opaque:
         raise CaptureError(

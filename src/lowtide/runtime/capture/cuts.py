@@ -287,7 +287,7 @@ def _largest_stage(
 
 
 def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
-    """Hold the memory that stands in the way of cutting a large stage, where that pays."""
+    """Hold the memory that prevents cutting a large stage, if that pays off."""
     left, right = bounds
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
     stage_bytes = tally.saved_bytes(left.position, right.position)
@@ -313,7 +313,7 @@ def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[
 
 
 def _obstacles(tally: Tally, inner: list[Cut], held: set[int]) -> list[int]:
-    """The memory that stands in the way of cuts, that which stands in the way of most for its bytes first."""
+    """The memory that prevents cuts, with the most cuts per byte first."""
     spans: dict[int, int] = {}
     for cut in inner:
         for serial in cut.crossing - held:

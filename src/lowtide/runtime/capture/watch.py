@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, LowtideError, SampleError
 from lowtide.runtime.capture.operations import is_weight_cast, signature_of, written_by
+from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample, tensors_in
@@ -254,6 +255,11 @@ class _Watcher(TorchDispatchMode):
         return serials
 
     def _see(self, tensor: torch.Tensor, role: str) -> list[Memory]:
+        if tensor.is_nested:
+            raise CaptureError(
+                f"{self._where} works on nested tensors (torch.nested), and stages on plain ones only; pad the batch, "
+                "or keep its rows in one tensor with their offsets beside it"
+            )
         return [self.observation.memories[self._register(storage, role)] for storage in _storages(tensor)]
 
     def _register(self, storage: torch.UntypedStorage, role: str) -> int:
@@ -274,15 +280,19 @@ class _Watcher(TorchDispatchMode):
         self._serial_of[key] = (weakref.ref(storage, lambda _: self._serial_of.pop(key, None)), serial)
         return serial
 
+    @property
+    def _where(self) -> str:
+        """What runs now, for messages."""
+        return self.observation.path(self._stack[-1]) if self._stack else "the loss"
+
     def _check_write(self, memory: Memory) -> None:
         if memory.role in ("made", "buffer", "cast"):
             return
         what = {"parameter": f"its parameter {memory.names[:1]}", "input": "its input"}.get(
             memory.role, "a tensor that is neither a buffer nor its input"
         )
-        where = self.observation.path(self._stack[-1]) if self._stack else "the loss"
         raise CaptureError(
-            f"{where} changes {what} in place, so recomputing it would give different numbers; "
+            f"{self._where} changes {what} in place, so recomputing it would give different numbers; "
             "use an out-of-place operation there, or register the tensor as a buffer"
         )
 
@@ -328,10 +338,7 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             raise CaptureError("the model already has a plan; call plan.detach() first")
         if is_opaque(module):
             if not path:
-                raise CaptureError(
-                    "the whole model is compiled, so its stages cannot be seen; pass the model without torch.compile, "
-                    "and compile_stages=True to compile its blocks"
-                )
+                raise CaptureError(WHOLE_IS_COMPILED)
             hidden.append(path)
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             yield path, module

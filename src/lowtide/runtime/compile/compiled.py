@@ -277,7 +277,7 @@ def _units_to_compile(model: nn.Module, split: Split) -> Iterator[tuple[int, Sta
 
 
 def _is_compiled_by_user(module: nn.Module) -> bool:
-    """Whether a module was compiled by somebody else; what a plan of another model has compiled is compiled again."""
+    """Whether the user compiled a module; what another model's plan has compiled is compiled again."""
     return is_compiled(module) and not layers_of(module, CompiledLayer)
 
 
@@ -358,7 +358,7 @@ def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
 
 
 def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `mode` and `options` of `torch.compile` come to."""
+    """The options that `mode` and `options` of `torch.compile` mean."""
     mode, given = options.get("mode"), options.get("options") or {}
     if mode in (None, "default"):
         return dict(given)

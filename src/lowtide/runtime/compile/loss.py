@@ -38,7 +38,7 @@ class CompiledLoss:
     def __init__(self, compiled: Callable[..., Any], *, always: bool = False) -> None:
         self._compiled = compiled
         self.always = always
-        """Whether it is called with small scores, too: those of a smaller batch, under a schedule that counts on what
+        """Whether it is also called with small logits: those of a smaller batch, under a schedule that counts on what
         it takes compiled, would take more than those of the batch that was planned for.
         """
         self.is_used = False

@@ -27,7 +27,7 @@ from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Schedule
 
 CallHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called in place of a model, with how to call it plainly and what with."""
+"""Called instead of a model, with the plain call and its arguments."""
 
 # The steps whose times are remembered: enough for a median.
 _NUM_REMEMBERED = 9
@@ -63,7 +63,7 @@ class Execution:
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
         layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
-        self._interception = Interception(model, layout.units, self._handle)
+        self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
         self.machine = Machine(

@@ -80,7 +80,7 @@ class Program:
                 "the schedule moves weights, which can only be simulated so far; solve with manage_weights=False, or "
                 "with a strategy that does not move weights"
             )
-        operations, num_stages = coarse.operations, coarse.split.num_stages
+        operations, num_stages = _without_leftovers(coarse.operations), coarse.split.num_stages
         first, backward = _places(operations, num_stages)
         modes = {
             index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
@@ -122,7 +122,7 @@ class Program:
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """The stages of which a recomputation saves what backward needs."""
+        """The stages whose recomputation saves what backward needs."""
         forwards = ((index, op) for index, op in enumerate(self.operations) if isinstance(op, Forward))
         return tuple(sorted({op.stage for i, op in forwards if op.save == "all" and self.first[op.stage] != i}))
 
@@ -132,12 +132,25 @@ class Program:
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
 
     def origin_of(self, k: int) -> int:
-        """The first of the schedule's own stages that stage k stands for."""
+        """The first of the schedule's own stages that stage k represents."""
         return 1 + sum(self.sizes[: k - 1])
 
     def keeps_outputs(self, k: int) -> bool:
-        """Whether somebody besides autograd needs the output of stage k (of the caller, for k = 0)."""
+        """Whether anything besides autograd needs the output of stage k (of the caller, for k = 0)."""
         return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved
+
+
+def _without_leftovers(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """The list without what makes or moves values of stages whose backward is over: nobody needs those."""
+    done: set[int] = set()
+    kept: list[Operation] = []
+    for operation in operations:
+        stage = operation.stage if isinstance(operation, COMPUTATIONS) else operation.value[1]
+        if stage not in done:
+            kept.append(operation)
+        if isinstance(operation, Backward):
+            done.add(stage)
+    return tuple(kept)
 
 
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

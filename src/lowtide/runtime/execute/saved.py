@@ -163,7 +163,7 @@ class Placeholders:
 
 
 class RepeatedRun:
-    """Catches what a repeated forward saves: `pack` is its hook; whoever makes it clears `tensors` in the end.
+    """Catches what a recomputation saves: `pack` is its hook; its maker clears `tensors` at the end.
 
     Args:
         placeholders: for which it runs.
@@ -205,7 +205,7 @@ class RepeatedRun:
         return pack_until
 
     def finish(self) -> None:
-        """The run has ended: compare it with the first, and fill the placeholders where nobody else took the tensors.
+        """The run has ended: compare it with the first; fill the placeholders unless something else took the tensors.
 
         Raises:
             ExecutionError: where it differs.
@@ -223,5 +223,5 @@ def discard(tensor: torch.Tensor) -> None:
 
 
 def never_opened(packed: Any) -> torch.Tensor:
-    """The unpacking hook of a graph that nobody goes through."""
+    """The unpacking hook of a graph that is never used."""
     raise ExecutionError("the graph of a recomputation was used; gradients flow only through the first forward")

@@ -120,7 +120,7 @@ def estimate(
         grads_resident: gradients are accumulated over several calls.
         keeps_result: the training loop has the model's result in hand while backward runs.
         bandwidth: bytes per second between the card and host memory, each way; None: the card's link; 0: nothing moves.
-        progress: called with what is being done and the share done, 0 to 1.
+        progress: called with the current task and the share done, 0 to 1.
 
     Raises:
         CaptureError: where the model cannot be cut into stages, or no card has that name.

@@ -1,4 +1,4 @@
-"""`lowtide.fit`: state a budget, train as before."""
+"""`lowtide.fit`: train within a memory budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, Compi
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
+from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.solving import Settings, solution_for
 from lowtide.runtime.fitting.trials import Planned, corrected, plan_for
-from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.measure.weights import Optimizer, unwrapped
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_is_model, device_of
@@ -61,41 +62,42 @@ def fit(
     spot_checks: bool = True,
     progress: Callable[[str, float], None] | None = None,
 ) -> Plan:
-    """Train a model within a memory budget: measures its stages, solves for the fastest schedule, attaches it.
+    """Make a model train within a memory budget: measure its stages, solve for the fastest schedule, attach it.
 
     Args:
         model: the model, on the device where it is trained; the object stays the same.
-        sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
-        memory_budget: bytes of all that a training step allocates on the device: parameters, gradients, optimizer
-            state, workspaces (on the CPU: all live tensors). None: what is free, less a reserve.
+        sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments; or
+            your DataLoader: the largest of its first batches counts, and no random generator moves.
+        memory_budget: bytes of everything that a training step allocates on the device: parameters, gradients,
+            optimizer state, workspaces (on the CPU: all live tensors). None: what is free, minus a reserve.
         strategy: a name from `lowtide strategies`; `"auto"`: the fastest.
-        bandwidth: bytes per second to host memory each way; None: measured; 0: nothing is moved.
-        host_memory_budget: bytes of host memory for what is moved; None: what is free, less a reserve. Only what the
-            schedule needs is taken.
-        optimizer: the optimizer, or its kind, whose state counts; None: room for Adam's is left.
+        bandwidth: bytes per second to host memory each way; None: measured; 0: no offloading.
+        host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
+            the schedule needs is taken.
+        optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
-        keeps_result: the training loop has the model's result in hand while backward runs (`output = model(x)`); False
-            where only the loss is left by then (`model(x).loss.backward()`).
+        keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
+            only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
             what is compiled; a mapping holds options for `torch.compile`.
-        variants: with `compile_stages`, also compile each block so that it saves less and computes more again inside
-            its own backward, and let the solver choose block by block among those with the same gradients;
-            `"rounding"`: also among those whose gradients differ by rounding; False: do not.
+        variants: with `compile_stages`, also compile each block so that it saves less and recomputes more inside its
+            own backward, and let the solver choose block by block among those with the same gradients;
+            `"rounding"`: also among those whose gradients differ by rounding; False: compile in one way only.
         replan: plan again for calls with larger shapes; False: other shapes are refused.
-        slots: how finely strategies discretise memory.
-        strict: compare what a repeated forward saves with the first, byte by byte; slow.
+        slots: into how many slots strategies divide memory, if they do.
+        strict: compare everything that a recomputation saves with the first run, byte by byte; slow.
         spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
-        progress: called with what is being done and the share done, 0 to 1.
+        progress: called with the current task and the share done, 0 to 1.
 
     Returns:
         The plan; print it to see what it will do.
 
     Raises:
-        InfeasibleBudgetError: before training, with the least budget that works.
-        CaptureError: where the model cannot be cut into stages, and for arguments that are wrong.
-        SampleError: where the model fails on the sample; the original error is its `__cause__`.
+        InfeasibleBudgetError: before training, with the smallest budget that works.
+        CaptureError: if the model cannot be split into stages, and for wrong arguments.
+        SampleError: if the model fails on the sample; its own error is the `__cause__`.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
@@ -106,7 +108,7 @@ def fit(
     check_arguments(model, stages, loss)
     check_has_data(model)
     if progress is not None and not callable(progress):
-        raise PlanError(f"progress is {shown(progress)}, expected a function of what is being done and the share done")
+        raise PlanError(f"progress is {shown(progress)}, expected a function of the current task and the share done")
     if strategy != AUTO:
         find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
@@ -118,7 +120,7 @@ def fit(
         strategy=strategy,
         bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
         host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
-        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
+        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else unwrapped(optimizer),
         loss=loss,
         stages=stages,
         grads_resident=grads_resident,
@@ -130,17 +132,18 @@ def fit(
         allow_rounding=variants == "rounding",
     )
     planner = _Fitting(model, settings)
+    called = Sample.of(sample_from(model, sample))
     if not is_distributed():
-        return Plan(model, planner.part(Sample.of(sample)), planner, replan=replan)
-    return _shared(planner, Sample.of(sample), model)
+        return Plan(model, planner.part(called), planner, replan=replan)
+    return _shared(planner, called, model)
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:
     rate = parse_bandwidth(bandwidth)
     if is_unlikely_bandwidth(rate):
         warnings.warn(
-            f"bandwidth is {format_bandwidth(rate)}, at which nothing is worth moving; an int is bytes per second: "
-            'write "12GB/s", leave it out to have it measured, or give 0 to move nothing',
+            f"bandwidth is {format_bandwidth(rate)}, too slow to move anything; an int is bytes per second: "
+            'write "12GB/s", omit it to have it measured, or pass 0 for no offloading',
             LowtideWarning,
             stacklevel=3,
         )

@@ -108,7 +108,7 @@ def largest_batch(
 ) -> LargestBatch:
     """Search the largest batch that trains within a memory budget.
 
-    Each size is tried as `fit` would: measured, solved and rehearsed. The model is left as it was.
+    Each size is tried as `fit` would: measured, solved and tried in a step. The model is not changed.
 
     Args:
         model: the model, on the device where it is trained.
@@ -118,7 +118,7 @@ def largest_batch(
         dim: the dimension that grows: 0 the batch, 1 most often the length of sequences.
         most: the largest size to try; None: there is no limit.
         progress: called with what is being tried and the share done, 0 to 1.
-        options: further arguments of `fit`: `optimizer`, `loss`, `strategy`, `bandwidth`, ...
+        options: more arguments of `fit`: `optimizer`, `loss`, `strategy`, `bandwidth`, ...
 
     Returns:
         The size and its predicted time, within one in 16.
@@ -174,7 +174,7 @@ def _size_along(sample: Sample, dim: int) -> int:
     for tensor in sample.tensors():
         if tensor.dim() > dim:
             return tensor.size(dim)
-    raise CaptureError(f"no tensor of the sample has a dimension {dim} that could grow; give a batch of tensors")
+    raise CaptureError(f"no tensor of the sample has a dimension {dim} that could grow; pass a batch of tensors")
 
 
 def _resized(sample: Sample, dim: int, size: int, wanted: int) -> Sample:

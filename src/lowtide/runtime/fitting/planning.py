@@ -1,4 +1,4 @@
-"""Which schedule to try next, and when to stop: a pure policy over what was tried so far.
+"""Decides which schedule to try next, and when to stop: a pure function of what was tried so far.
 
 Nothing here knows a model or a device. Whoever plans asks `next_attempt` what to do, solves for that and runs a trial
 step under the schedule, writes down the outcome, and asks again:
@@ -211,7 +211,7 @@ def _decided(asked: Asked) -> _Steps[Accept | Refuse]:
 
 
 def _on_the_device(asked: Asked) -> _Steps[Accept | Refuse]:
-    """Where a trial step runs out of memory, less is planned for; at the least, what the leanest schedule takes."""
+    """If a trial step runs out of memory, plan for less, down to what the leanest schedule takes."""
     notes: list[str] = []
     refused: Refuse | None = None
     while True:
@@ -236,9 +236,9 @@ def _on_the_device(asked: Asked) -> _Steps[Accept | Refuse]:
             budget = least  # a tenth less was too much less
         asked = replace(asked, memory_budget=budget)
         notes.append(
-            f"within {format_bytes(failed)} a trial step ran out of device memory: others use it, or the allocator "
-            "lost some between its blocks (less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); planned for "
-            f"{format_bytes(budget)}"
+            f"a trial step within {format_bytes(failed)} ran out of device memory: other processes use it, or the "
+            "allocator lost some to fragmentation (less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); "
+            f"planned for {format_bytes(budget)}"
         )
 
 
@@ -262,8 +262,8 @@ def _fastest(asked: Asked) -> _Steps[Accept]:
         if refuse.minimum_bytes <= least:
             raise _RefusedError(refuse) from None
         message = (  # its own message would advise to allow offloading
-            f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs at the least, "
-            f"by recomputation alone (with offloading {format_bytes(refuse.minimum_bytes)}); raise it"
+            f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs "
+            f"with recomputation alone (with offloading: {format_bytes(refuse.minimum_bytes)}); raise it"
         )
         raise _RefusedError(Refuse(message, least)) from None
 
@@ -282,8 +282,8 @@ def _check_update(asked: Asked) -> _Steps[None]:
         pass
     message = (
         f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that parameters, gradients and the "
-        f"optimizer's state and step take by themselves; raise it{f' to {enough} bytes' if enough > least else ''}, or "
-        "use a leaner optimizer"
+        f"optimizer's state and step take alone; raise it{f' to {enough} bytes' if enough > least else ''}, or "
+        "use an optimizer with less state"
     )
     raise _RefusedError(Refuse(message, enough))
 
@@ -318,8 +318,8 @@ def _as_asked(asked: Asked) -> _Steps[Accept]:
             break
     if best is None:
         message = (
-            f"{_given(asked)} was exceeded by every schedule that was tried; {format_bytes(last_bytes)} ({last_bytes} "
-            "bytes) would do for the last one"
+            f"every schedule that was tried took more than {_given(asked)}; raise it to {format_bytes(last_bytes)} "
+            f"({last_bytes} bytes), which the last one took"
         )
         raise _RefusedError(Refuse(message, last_bytes))
     return (yield from _no_slower_than_recomputing(best, asked))
@@ -337,8 +337,8 @@ def _leanest(infeasible: Infeasible, asked: Asked, more: int, notes: tuple[str, 
         return _seen(index, outcome, more + measured - outcome.predicted_bytes, [*notes, _correction(outcome)])
     least = max(measured, min(measured + asked.rounding_bytes, infeasible.minimum_bytes), asked.update_bytes)
     message = (
-        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs at the least, by a "
-        f"trial step of its leanest schedule; {'raise it' if asked.moves else 'raise it, or allow offloading'}"
+        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs, measured in "
+        f"a trial step of its leanest schedule; {'raise it' if asked.moves else 'raise it, or allow offloading'}"
     )
     raise _RefusedError(Refuse(message, least))
 
@@ -367,8 +367,8 @@ def _no_slower_than_recomputing(best: _Seen, asked: Asked) -> _Steps[Accept]:
     if tried.peak_bytes > asked.memory_budget or copying.seconds <= tried.seconds:
         return accept
     note = (
-        f"with offloading a trial step took {format_seconds(copying.seconds)}, by recomputation alone "
-        f"{format_seconds(tried.seconds)}: nothing is offloaded"
+        f"a trial step took {format_seconds(copying.seconds)} with offloading and {format_seconds(tried.seconds)} with "
+        "recomputation alone, so nothing is offloaded"
     )
     return replace(accept, index=alone, peak_bytes=tried.peak_bytes, notes=(*accept.notes, note))
 
@@ -384,6 +384,6 @@ def _given(asked: Asked) -> str:
 def _correction(found: Trial) -> str:
     """The note of a trial step that was not as predicted."""
     return (
-        f"a trial step took {format_bytes(found.peak_bytes)} where {format_bytes(found.predicted_bytes)} was "
-        "predicted; the prediction was corrected"
+        f"a trial step took {format_bytes(found.peak_bytes)} instead of the predicted "
+        f"{format_bytes(found.predicted_bytes)}; the prediction was corrected"
     )

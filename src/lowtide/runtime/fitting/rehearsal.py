@@ -1,4 +1,4 @@
-"""Trying a schedule: a few steps of the model itself, which leave no trace."""
+"""Tries a schedule in a few steps of the model itself, which leave nothing behind."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Rehearsal:
 def rehearse(
     model: nn.Module, step: TrainingStep, execution_for: Callable[[], Execution], *, num_timed: int = 0
 ) -> Rehearsal:
-    """Run steps under a schedule without leaving a trace.
+    """Run steps under a schedule and leave nothing behind.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""From what was asked for to a schedule: the strategy's answer, with the executor's own work in mind."""
+"""Solves for a schedule, counting the executor's own work."""
 
 from __future__ import annotations
 

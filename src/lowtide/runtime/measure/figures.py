@@ -91,7 +91,7 @@ def measured_stages(
 
 
 def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:
-    """Tell what is done of stage k, of which a share is behind."""
+    """Report what is being done for stage k, and the share done."""
     if progress is not None:
         progress(f"{stage}, compiling as {variant}" if variant else stage, (k - 1 + share) / num_stages)
 

@@ -84,7 +84,7 @@ def measure(
         keeps_result: the training loop has the model's result in hand while backward runs.
         moves_activations: schedules for this chain may copy activations to the host; False: a stage's input that
             neither it nor the stage before saves does not count beside what it saves.
-        progress: called with what is being done and the share done, 0 to 1.
+        progress: called with the current task and the share done, 0 to 1.
 
     Returns:
         The chain; `provenance` says on what it was measured and how far the times spread.
@@ -168,7 +168,7 @@ def opened_in(model: nn.Module, split: Split, k: int) -> frozenset[str]:
 
 
 def _with_code_around(model: nn.Module, path: str) -> str:
-    """The path of the nearest module around another that has code of its own; "" for the model itself."""
+    """The path of the nearest enclosing module that has its own code; "" for the model itself."""
     path = path.rpartition(".")[0]
     while path and isinstance(model.get_submodule(path), nn.Sequential | nn.ModuleList | nn.ModuleDict):
         path = path.rpartition(".")[0]

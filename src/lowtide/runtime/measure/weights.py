@@ -69,6 +69,15 @@ def stage_weights(
     return made[1:], made[0]
 
 
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimizer inside what frameworks put around it (accelerate's, Lightning's), or that a scheduler drives."""
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    given: Optimizer = optimizer
+    return given
+
+
 def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """The bytes of state that an optimizer keeps, or will keep, on each parameter's device, by the parameter's id."""
     if optimizer is None:

@@ -28,7 +28,7 @@ class Rank(IntEnum):
     UNIT = 1
     """Hands the call to the step that the module is a unit of."""
     MODEL = 2
-    """Hands the call to a plan, or to whoever records the model."""
+    """Passes the call to a plan or a recording."""
     REPORT = 3
     """Tells of the call."""
 
@@ -95,7 +95,7 @@ _Layer = TypeVar("_Layer", bound=Layer)
 
 
 class CallSite:
-    """What stands in a module's `_compiled_call_impl`: its layers, and what was there before."""
+    """Replaces a module's `_compiled_call_impl`: its layers, and what was there before."""
 
     __slots__ = ("_module", "_standing", "layers")
 
@@ -117,13 +117,13 @@ class CallSite:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether calls of the module come here; not where somebody has put something else there since."""
+        """Whether calls of the module still come here; other code may have replaced it."""
         module = self._module()
         return module is not None and vars(module).get(_ATTRIBUTE) is self
 
     @property
     def compiled(self) -> Callable[..., Any] | None:
-        """The compiled code that stood there before any layer."""
+        """The compiled code that was there before any layer."""
         return None if self._standing is _NOTHING else self._standing
 
     def add(self, layer: Layer) -> None:
@@ -173,7 +173,7 @@ def layers_of(module: nn.Module, kind: type[_Layer]) -> list[_Layer]:
 
 
 def code_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled code that calls of a module run, whoever stands before it; None: its own."""
+    """The compiled code that calls of a module run, below all layers; None: its own."""
     site = CallSite.of(module)
     if site is None:
         return vars(module).get(_ATTRIBUTE)
@@ -181,5 +181,5 @@ def code_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code, whoever stands before it."""
+    """Whether calls of a module run compiled code, below all layers."""
     return code_of(module) is not None

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lowtide.errors import PlanError
-from lowtide.runtime.model.call_site import Layer, Rank, layers_of
+from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED, Bypass, end_guard, guard_against_compiling
+from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
 
 
 class Session(Protocol):
@@ -24,17 +25,27 @@ class _CurrentSession(threading.local):
     """The session of each thread."""
 
     session: Session | None = None
+    num_inside: int = 0
+    """How many calls of the model are under way, with a session or without one."""
 
 
 class UnitLayer(Layer):
     """The calls of one submodule; `positions` says which of them are units, and where in the order of all units."""
 
-    __slots__ = ("current", "path", "positions")
+    __slots__ = ("bypass", "current", "path", "positions")
 
     rank = Rank.UNIT
 
-    def __init__(self, module: nn.Module, path: str, positions: dict[int, int], current: _CurrentSession) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        positions: dict[int, int],
+        current: _CurrentSession,
+        bypass: Bypass | None = None,
+    ) -> None:
         super().__init__(module)
+        self.bypass = bypass
         self.path = path
         self.positions = positions
         self.current = current
@@ -43,6 +54,8 @@ class UnitLayer(Layer):
         """Hand the call to the session of this thread, where there is one."""
         session = self.current.session
         if session is None:
+            if self.bypass is not None and not self.current.num_inside and torch.is_grad_enabled():
+                self.bypass.notice()
             return self.pass_on(*args, **kwargs)
         return session.call_unit(self, args, kwargs)
 
@@ -50,17 +63,22 @@ class UnitLayer(Layer):
 class ModelLayer(Layer):
     """The calls of the model itself, handed to `handler(plain, args, kwargs)`."""
 
-    __slots__ = ("handler",)
+    __slots__ = ("current", "handler")
 
     rank = Rank.MODEL
 
-    def __init__(self, module: nn.Module, handler: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, handler: Callable[..., Any], current: _CurrentSession) -> None:
         super().__init__(module)
         self.handler = handler
+        self.current = current
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call to the handler."""
-        return self.handler(self.pass_on, args, kwargs)
+        self.current.num_inside += 1
+        try:
+            return self.handler(self.pass_on, args, kwargs)
+        finally:
+            self.current.num_inside -= 1
 
 
 class Interception:
@@ -70,21 +88,34 @@ class Interception:
         model: the model.
         units: (path, occurrence) of each unit, in the order of their calls.
         handler: called as `handler(plain, args, kwargs)` in place of the model.
+        guards: whether calls that pass the handler by are noticed, and compiling the model is refused.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[tuple[str, int]], handler: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[tuple[str, int]],
+        handler: Callable[..., Any],
+        *,
+        guards: bool = False,
+    ) -> None:
+        self._guards = guards
+        self._is_installed = False
         self.current = _CurrentSession()
         positions: dict[str, dict[int, int]] = {}
         for position, (path, occurrence) in enumerate(units):
             positions.setdefault(path, {})[occurrence] = position
         modules = {path: _submodule(model, path) for path in positions}
+        if any(positions) and (is_compiled(model) or type(model).__name__ == "OptimizedModule"):
+            raise PlanError(WHOLE_IS_COMPILED)
         if len(set(map(id, modules.values()))) != len(modules):
             raise PlanError("a submodule appears under two paths among the units; use only one of them")
+        bypass = Bypass(model) if guards else None
         self._layers: list[Layer] = [
-            UnitLayer(modules[path], path, found, self.current) for path, found in positions.items() if path
+            UnitLayer(modules[path], path, found, self.current, bypass) for path, found in positions.items() if path
         ]
         self._whole = UnitLayer(model, "", positions[""], self.current) if "" in positions else None
-        self._layers.append(ModelLayer(model, handler))
+        self._layers.append(ModelLayer(model, handler, self.current))
 
     @property
     def is_within_another(self) -> bool:
@@ -98,22 +129,28 @@ class Interception:
 
     def install(self) -> None:
         """Step in."""
+        if self._guards and not self._is_installed:
+            guard_against_compiling()
+        self._is_installed = True
         for layer in self._layers:
             layer.push()
 
     def remove(self) -> None:
         """Step out; each module is called as before."""
+        if self._guards and self._is_installed:
+            end_guard()
+        self._is_installed = False
         for layer in self._layers:
             layer.remove()
 
 
 def handler_of(model: nn.Module) -> Callable[..., Any] | None:
-    """Who is called in place of a model, where anybody is."""
+    """The handler that is called instead of a model, if any."""
     return next((layer.handler for layer in layers_of(model, ModelLayer)), None)
 
 
 def planned_part_of(model: nn.Module) -> str | None:
-    """The path of a submodule that has a plan of its own."""
+    """The path of a submodule that has its own plan."""
     parts = ((path, module) for path, module in model.named_modules() if module is not model)
     return next((path for path, module in parts if handler_of(module) is not None), None)
 

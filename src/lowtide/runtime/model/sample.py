@@ -68,7 +68,7 @@ class Sample:
 
 
 def _own(value: Any) -> Any:
-    """A generator of its own in the same state; anything else as it is."""
+    """A copy of a generator in the same state; anything else unchanged."""
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 

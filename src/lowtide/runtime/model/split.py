@@ -31,7 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -140,22 +142,35 @@ class Split:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Split:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: where an entry is missing.
+            TypeError: where one is of another kind.
+            ValueError: where stages or units are wrong.
+        """
         stages = tuple(
             StageSplit(
-                entry["name"],
-                tuple(Unit(path, occurrence) for path, occurrence in entry["units"]),
-                entry["trailing_glue"],
-                entry["kind"],
-                tuple(entry["parameters"]),
+                _of(str, entry["name"]),
+                tuple(Unit(_of(str, path), _of(int, occurrence)) for path, occurrence in _of(list, entry["units"])),
+                _of(bool, entry["trailing_glue"]),
+                _of(str, entry["kind"]),
+                tuple(_of(str, name) for name in _of(list, entry["parameters"])),
             )
-            for entry in values["stages"]
+            for entry in _of(list, values["stages"])
         )
         return cls(
             stages,
-            values["call_keywords"],
-            values["held_bytes"],
-            values["activation_bytes"],
-            values["largest_stage_bytes"],
-            tuple(values["notes"]),
+            {_of(str, name): value for name, value in _of(dict, values["call_keywords"]).items()},
+            _of(int, values["held_bytes"]),
+            _of(int, values["activation_bytes"]),
+            _of(int, values["largest_stage_bytes"]),
+            tuple(_of(str, note) for note in _of(list, values["notes"])),
         )
+
+
+def _of(kind: type[_Kind], value: Any) -> _Kind:
+    """Check the type of a value; a bool is not a number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
+    return value

@@ -86,6 +86,11 @@ def check_is_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}, expected an nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        name = type(model).__name__
+        raise PlanError(f"the model is wrapped in {name} already; call fit before {name}(model), on the model itself")
+    if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
+        raise PlanError("the model is sharded already; call fit before fully_shard(model)")
 
 
 def split_for(model: nn.Module, chain: Chain | None) -> Split:

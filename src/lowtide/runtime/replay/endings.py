@@ -94,7 +94,7 @@ _SEQUENTIAL = nn.Sequential.forward.__code__
 
 
 def follows_nothing(frame: FrameType | None, within: CodeType) -> bool:
-    """Whether the code on the stack, up to a function, would do nothing more that anybody could miss.
+    """Whether the code on the stack, up to a function, would do nothing more that matters.
 
     Args:
         frame: the innermost one.
@@ -134,7 +134,7 @@ def _only_returns(code: CodeType, index: int) -> bool:
 
 
 def is_harmless(module: nn.Module) -> bool:
-    """Whether nobody could miss a call of a module: it is torch's own, and so is all in it, without hooks."""
+    """Whether skipping a call of a module is harmless: it and everything in it is torch's own, without hooks."""
     return all(type(each).__module__.startswith("torch.nn.") and not _has_hooks(each) for each in module.modules())
 
 

@@ -32,7 +32,7 @@ _plain: list[Any] = []  # what stood there before, once for each forward under w
 
 @contextmanager
 def functions_handed_to(handler: FunctionHandler) -> Iterator[None]:
-    """Hand each custom function that this thread applies to somebody else; those applied inside of it run plainly."""
+    """Pass each custom function that this thread applies to a handler; those applied inside it run plainly."""
     previous, _current.handler = _current.handler, handler
     with _lock:
         _plain.append(_plain[-1] if _plain else Function.__dict__["apply"])

@@ -1,0 +1,1 @@
+"""One file a framework, each imported when it is used."""

@@ -1,0 +1,95 @@
+"""Lightning within a memory budget: `L.Trainer(callbacks=[lowtide.LightningCallback("20GiB")])`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import PlanError
+from lowtide.integrations.planned import Planned
+from lowtide.runtime.model.sample import Sample
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback  # type: ignore[assignment]
+
+
+class LightningCallback(Callback):
+    """Keeps the training steps of a LightningModule within a memory budget.
+
+    What is planned for is the network that `training_step` calls first: the LightningModule itself (`self(x)`) or one
+    of its children (`self.network(x)`); the plan is made in that call, under the Trainer's precision. Accumulation and
+    the optimizer are taken from the Trainer. Predicted and measured figures go to its loggers (`lowtide/...`). When
+    training ends, the module is as it was.
+
+    Args:
+        memory_budget: bytes that a training step may allocate on the device, such as `"20GiB"`; None: what is free,
+            less a reserve.
+        module: the name of the submodule to plan for, where `training_step` calls several.
+        options: further arguments of `lowtide.fit`.
+
+    Example:
+        L.Trainer(callbacks=[lowtide.LightningCallback("20GiB")]).fit(module, loader)
+    """
+
+    def __init__(self, memory_budget: int | str | None = None, *, module: str | None = None, **options: Any) -> None:
+        self._module = module
+        self._planned = Planned(memory_budget, options)
+
+    @property
+    def plan(self) -> Any:
+        """The plan; None before the first step."""
+        return self._planned.plan
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the first step."""
+        optimizers = trainer.optimizers
+
+        def sample_for(module: nn.Module, sample: Sample) -> Sample:
+            _check_holds_all(pl_module, module, self._module)
+            return sample
+
+        self._planned.wait_for(
+            self._candidates(pl_module),
+            sample_for,
+            optimizer=optimizers[0] if len(optimizers) == 1 else None,
+            grads_resident=trainer.accumulate_grad_batches > 1,
+        )
+
+    def _candidates(self, pl_module: nn.Module) -> list[nn.Module]:
+        if self._module is None:
+            return [pl_module, *(child for child in pl_module.children() if any(True for _ in child.parameters()))]
+        try:
+            return [pl_module.get_submodule(self._module)]
+        except AttributeError:
+            names = ", ".join(repr(name) for name, _ in pl_module.named_children())
+            raise PlanError(f"module={self._module!r} is not a submodule; this LightningModule has {names}") from None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the figures as often as the Trainer logs."""
+        if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
+            figures = self._planned.figures()
+            for logger in trainer.loggers if figures else ():
+                logger.log_metrics(figures, step=trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the module as it was."""
+        self._planned.detach()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module as it was."""
+        self._planned.detach()
+
+
+def _check_holds_all(pl_module: nn.Module, module: nn.Module, named: str | None) -> None:
+    """Refuse to plan for a part of what is trained, unless the user has named it."""
+    held = {id(parameter) for parameter in module.parameters()}
+    other = next((name for name, p in pl_module.named_parameters() if p.requires_grad and id(p) not in held), None)
+    if other is not None and named is None:
+        raise PlanError(
+            f"training_step first calls a submodule that does not hold {other!r}, so that a plan for it would not see "
+            "everything that is trained; call self(x) in training_step, with all of it in forward, or name the "
+            'submodule to plan for: LightningCallback(..., module="network")'
+        )

@@ -1,0 +1,109 @@
+"""Lightning within a budget: one line, the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.runtime.plan.plan import attached_plan
+
+lightning = pytest.importorskip("lightning")
+
+WIDTH = 16
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)))
+
+
+class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.network = blocks()
+        if how == "two networks":
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x)
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        (x,) = batch
+        y = self(x) if self.how == "itself" else self.network(x)
+        if self.how == "two networks":
+            y = self.head(y)
+        return nn.functional.mse_loss(y, x)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Recorder(lightning.pytorch.loggers.Logger):  # type: ignore[misc, name-defined]
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, float] = {}
+
+    name, version = "recorder", "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def trained(how: str, callbacks: list[Any], **settings: Any) -> tuple[Regression, Recorder]:
+    module, recorder = Regression(how), Recorder()
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
+    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+    trainer = lightning.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        devices=1,
+        logger=recorder,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        **settings,
+    )
+    trainer.fit(module, loader)
+    return module, recorder
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [("itself", {}), ("its network", {"accumulate_grad_batches": 2}), ("its network", {"precision": "bf16-mixed"})],
+)
+def test_the_numbers_are_those_of_plain_training(how: str, settings: dict[str, Any]) -> None:
+    expected, _ = trained(how, [], **settings)
+    callback = lowtide.LightningCallback("1GiB", bandwidth=0, strategy="chen")
+    found, recorder = trained(how, [callback], **settings)
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert callback.plan.stats().num_steps == 4 * settings.get("accumulate_grad_batches", 1)
+    assert recorder.metrics["lowtide/predicted_peak_gib"] > 0
+    assert attached_plan(found) is None
+    assert attached_plan(found.network) is None
+
+
+def test_a_part_of_what_is_trained_must_be_named() -> None:
+    with pytest.raises(lowtide.PlanError, match=r"'head.weight'.*module="):
+        trained("two networks", [lowtide.LightningCallback("1GiB", bandwidth=0)])
+    callback = lowtide.LightningCallback("1GiB", module="network", bandwidth=0)
+    trained("two networks", [callback])
+    assert callback.plan.stats().num_steps == 4
+
+
+def test_a_wrong_name_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(lowtide.PlanError, match=r"'trunk'.*'network'"):
+        trained("itself", [lowtide.LightningCallback("1GiB", module="trunk", bandwidth=0)])

@@ -1,0 +1,104 @@
+"""The Trainer within a budget: one line, the same numbers, one plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.runtime.plan.plan import attached_plan
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 32
+
+
+class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Sequences of different lengths, the longest not first."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (index + torch.arange(8 + 8 * (index % 3))) % VOCABULARY
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pad = torch.nn.utils.rnn.pad_sequence
+    names = examples[0]
+    return {name: pad([each[name] for each in examples], batch_first=True) for name in names}
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def trained(folder: Path, callbacks: list[Any], **settings: Any) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        max_steps=4,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        **settings,
+    )
+    trainer = transformers.Trainer(
+        model(), arguments, train_dataset=Sentences(), data_collator=padded, callbacks=callbacks
+    )
+    trainer.train()
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulated", "bf16"]
+)
+def test_the_numbers_are_those_of_plain_training(settings: dict[str, Any], tmp_path: Path) -> None:
+    expected = trained(tmp_path / "plain", [], **settings)
+    callback = lowtide.TransformersCallback(budget(), bandwidth=0, strategy="rotor")
+    found = trained(tmp_path / "planned", [callback], **settings)
+    assert losses(found) == losses(expected)
+    for one, other in zip(found.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert callback.plan.stats().recomputed_per_step > 0
+    logged = found.state.log_history[-2]
+    assert logged["lowtide/predicted_peak_gib"] > 0
+    assert attached_plan(found.model) is None, "when training ends, the model is as it was"
+
+
+def budget() -> int:
+    """Little enough that something is recomputed."""
+    batch = {name: torch.zeros(2, 24, dtype=torch.long) for name in ("input_ids", "labels")}
+    found = lowtide.estimate(model(), batch, device="a100", optimizer="adamw", grads_resident=True, keeps_result=False)
+    weights = sum(p.nbytes for p in model().parameters())
+    return int(0.55 * found.plain.peak_bytes + 0.45 * found.minimum_bytes) + 2 * weights
+
+
+def test_the_sample_is_the_largest_of_a_few_batches(tmp_path: Path) -> None:
+    callback = lowtide.TransformersCallback("1GiB", bandwidth=0)
+    trained(tmp_path, [callback])
+    assert callback.plan.signature is not None
+    assert "24" in str(callback.plan.signature.to_dict())
+
+
+def test_gradient_checkpointing_beside_it_is_told(tmp_path: Path) -> None:
+    with pytest.raises(lowtide.CaptureError, match="gradient_checkpointing_disable"):
+        trained(tmp_path, [lowtide.TransformersCallback("1GiB", bandwidth=0)], gradient_checkpointing=True)
+
+
+def test_a_budget_that_is_too_small_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        trained(tmp_path, [lowtide.TransformersCallback(100_000, bandwidth=0)])
