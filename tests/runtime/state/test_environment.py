@@ -220,7 +220,7 @@ def test_another_thread_that_draws_is_told():
         thread = threading.Thread(target=draw)
         thread.start()
         try:
-            with pytest.raises(lowtide.ExecutionError, match="drew other random numbers when it was recomputed"):
+            with pytest.raises(lowtide.ExecutionError, match="drew different random numbers when it was recomputed"):
                 steps(model, [lambda model: model(X)] * 200)
         finally:
             stop.set()
@@ -355,7 +355,7 @@ def test_saved_tensor_hooks_around_a_call_are_refused():
     with lowtide.attach(model, recomputing(4)):
         with (
             torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.bfloat16(), lambda tensor: tensor.float()),
-            pytest.raises(lowtide.ExecutionError, match=r"saved-tensor hooks .* stand around the model's call"),
+            pytest.raises(lowtide.ExecutionError, match=r"the model is called inside saved-tensor hooks"),
         ):
             model(X)
         model(X).sum().backward()

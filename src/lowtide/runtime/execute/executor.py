@@ -1,5 +1,5 @@
 """Runs a schedule inside autograd: one graph, made by the model's own forward; whatever the schedule asks for besides
-(forwards run again, copies) is done in the order of its list, when the forward or the backward pass gets there.
+(recomputations, copies) is done in the order of its list, when the forward or the backward pass gets there.
 
 A `Step` belongs to one forward and its backward. It is kept alive by the graph alone: an output that is dropped without
 a backward takes everything with it.
@@ -212,7 +212,7 @@ class Step:
         self.runs[k].tape = None
 
     def release(self) -> None:
-        """Let everything go."""
+        """Free everything."""
         for value in (*self.values.values(), *self.host.values()):
             value.leave()
         self.values.clear()
@@ -284,11 +284,11 @@ class Step:
                 alone.leave()
 
     def _input_of(self, k: int) -> Activation | None:
-        """a[k-1], by itself or inside abar[k-1]."""
+        """a[k-1], on its own or inside abar[k-1]."""
         return self.values.get(("a", k - 1)) or self.values.get(("abar", k - 1))
 
     def _let_input_go(self, k: int) -> None:
-        """Nobody reads a[k-1] any more; what autograd keeps of it stays."""
+        """Free a[k-1], which nothing reads any more; what autograd keeps of it stays."""
         alone = self.values.pop(("a", k - 1), None)
         if alone is not None:
             alone.leave()
@@ -380,16 +380,16 @@ class Step:
             return outputs
 
     def _check_random(self, k: int) -> None:
-        """Refuse to go on where somebody else has drawn random numbers in the midst of a stage."""
+        """Refuse if other code has drawn random numbers during a stage."""
         run = self.runs[k]
         assert run.tape is not None
         assert run.random_after is not None
         if run.tape.sets_generators or self.machine.generators.contents() == run.random_after.contents:
             return
         raise ExecutionError(
-            f"stage {self.machine.stage_name(k)!r} drew other random numbers when it was recomputed than the first "
-            "time; if another thread draws from torch's default generator meanwhile, give it a torch.Generator of its "
-            "own"
+            f"stage {self.machine.stage_name(k)!r} drew different random numbers when it was recomputed than the "
+            "first time; if another thread draws from torch's default generator, give that thread its own "
+            "torch.Generator"
         )
 
     def check_written(self, k: int, before: list[int]) -> None:
@@ -401,8 +401,7 @@ class Step:
             if one != other:
                 raise ExecutionError(
                     f"stage {self.machine.stage_name(k)!r} changes {self.machine.describe(parameter)} in place in its "
-                    "forward, so it cannot be recomputed; change it after the optimizer's step, or register it as a "
-                    "buffer"
+                    "forward, so it cannot be recomputed; change it after the optimizer step, or make it a buffer"
                 )
 
     def _check_parameters(self, k: int) -> None:

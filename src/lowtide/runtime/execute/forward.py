@@ -100,7 +100,7 @@ class ExecutedForward(StagedForward):
         self._writes = Writes() if self._mark.observes and machine.can_be_watched(k) else None
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
-        """Where generators are set between calls, in a stage that may run again."""
+        """Where generators are set between calls, in a stage that may be recomputed."""
         return self.machine.watch_of(k)
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:

@@ -45,7 +45,7 @@ class Machine:
         tier: where values go that leave the device.
         checks: which values of recomputed stages are compared with those of their first run.
         variants: as which the stages run.
-        functions: what to call between units in the place of functions of torch; all stages are watched for them.
+        functions: what to call between units instead of torch functions; all stages are watched for them.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Machine:
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self.ending_early = frozenset(program.operations[index].stage for index in program.unwanted)
-        """The stages that may run again without anybody wanting their output."""
+        """The stages that may be recomputed without needing their output."""
         self.repeated: set[int] = set()
-        """The stages that have run again at least once."""
+        """The stages that have been recomputed at least once."""
         self._lock = threading.RLock()
         self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
         self._sets_generators = False  # whether code between calls was seen to set one

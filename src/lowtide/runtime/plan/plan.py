@@ -305,8 +305,8 @@ class Plan:
             return plain(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise ExecutionError(
-                "the model is called inside a transform of torch.func (grad, vmap, ...), where no saved tensor can be "
-                "let go; detach the plan for such calls (plan.detach())"
+                "the model is called inside a transform of torch.func (grad, vmap, ...), where saved tensors cannot be "
+                "freed; call plan.detach() before such calls"
             )
         self._check_parameters()
         self._check_peak(args, kwargs)

@@ -1,4 +1,4 @@
-"""What one stage did, so that it can be run again from another input.
+"""Records what one stage did, so that it can be recomputed from another input.
 
 A tape lists the calls of a stage in order: its units, and the functions of torch that the code between them called. A
 tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots.
@@ -63,7 +63,7 @@ class Ledger:
         return entry[1]
 
     def alive(self, stage: int) -> dict[int, torch.Tensor]:
-        """The tensors of a stage that somebody still holds, by number; one that has several has the last."""
+        """The tensors of a stage that are still alive, by number; one that has several has the last."""
         found: dict[int, torch.Tensor] = {}
         for number, reference in enumerate(self._made.get(stage, ())):
             tensor = reference()
@@ -149,7 +149,7 @@ class Tape:
         self.held: list[Held] = []
         self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
         self.refusal: str | None = None
-        """Why the stage cannot be run again, where it cannot."""
+        """Why the stage cannot be recomputed; None if it can."""
         self.outputs: tuple[int, ...] = ()
         """The numbers of the tensors that a run returns."""
         self.on_input: Callable[[int, torch.Tensor], None] | None = None
@@ -215,7 +215,7 @@ class Tape:
         return result
 
     def _encode(self, read: list[tuple[torch.Tensor, int]], tensor: torch.Tensor) -> Slot | Held:
-        """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
+        """What represents a tensor passed to a call; the tensor and its version are added to `read`."""
         assert self._ledger is not None
         read.append((tensor, version_of(tensor)))
         if self._in_numpy:
@@ -252,7 +252,7 @@ class Tape:
         return self._num_slots - 1
 
     def _note_change(self, tensor: torch.Tensor, name: str) -> None:
-        """Writing into its own tensors is repeated when the stage runs again; writing into another's cannot be."""
+        """Note a write: into the stage's own tensors it is repeated in recomputation, into others' it cannot be."""
         assert self._ledger is not None
         found = self._ledger.find(tensor)
         if (found is not None and found[0] == self.stage) or self._is_state(tensor):
@@ -296,7 +296,7 @@ class Tape:
         self._is_ready = False
 
     def _get_ready(self) -> None:
-        """Find out when each slot can be let go; before the first run, since many tapes are finished twice."""
+        """Find out when each slot can be freed; before the first run, since many tapes are finished twice."""
         self._is_ready = True
         self._outputs = [self._made[number] for number in self.outputs]
         if len(self.calls) == 1:
@@ -321,7 +321,7 @@ class Tape:
     # Running
 
     def run(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Run the stage again.
+        """Recompute the stage.
 
         Args:
             inputs: the previous stage's tensors by number; those that the stage reads must be there.
@@ -349,7 +349,7 @@ class Tape:
         return [values[slot] for slot in self._outputs]
 
     def may_end_in(self, frame: FrameType) -> bool:
-        """Whether the run under way can be ended in a frame, without anything left undone that anybody could miss."""
+        """Whether the current run can be ended in a frame without leaving anything undone."""
         rest = self.calls[self._position + 1 :]
         is_harmless_rest = all(
             _is_of_torch(entry.call) if (m := entry.module) is None else is_harmless(m) for entry in rest
@@ -357,7 +357,7 @@ class Tape:
         return is_harmless_rest and follows_nothing(frame, _RUN_CALL)
 
     def check_held(self) -> None:
-        """Refuse to go on where a tensor that the stage reads was changed since."""
+        """Refuse if a tensor that the stage reads was changed since."""
         for held in self.held:
             if version_of(held.tensor) != held.version and not self._is_state(held.tensor):
                 raise ExecutionError(

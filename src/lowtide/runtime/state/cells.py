@@ -45,7 +45,7 @@ class Absent:
 
 
 class _Detached:
-    """A tensor that stood somewhere with its graph, which would keep a step alive: its data, and which one it was."""
+    """A tensor that was kept with its graph, which would keep a step alive: its data, and which one it was."""
 
     __slots__ = ("_data", "_former")
 
@@ -161,7 +161,7 @@ class Layout:
         _base_of(tables[n]).__setitem__(tables[n], key, value)
 
     def named(self, index: int) -> tuple[str, bool]:
-        """Where a value stands, for messages, and whether it is a buffer."""
+        """The place of a value, for messages, and whether it is a buffer."""
         return self._names[index]
 
     def resolved(self) -> list[Any]:
@@ -222,7 +222,7 @@ class Look:
         return [self.values[index] for index in self.layout.parameters]
 
     def restore_sequences(self) -> list[Any]:
-        """Let lists, deques and sets hold the very same again; returns what they held."""
+        """Restore the contents of lists, deques and sets; returns what they held."""
         left: list[Any] = []
         for table, content in self.layout.contents(self.tables, self.values, self.sequences):
             if not isinstance(table, dict) and not _is_same_sequence(content, table):
@@ -231,7 +231,7 @@ class Look:
         return left
 
     def restore(self) -> None:
-        """Let every container hold the very same again."""
+        """Restore the contents of every container."""
         now = self.layout.look()
         if now is not None and all(map(is_, now.tables, self.tables)):
             self.layout.set_others(self.tables, self.values, now.values)
@@ -270,7 +270,7 @@ class Kept:
                 yield from ((index, value) for value in values[index] if isinstance(value, torch.Tensor))
 
     def addresses(self) -> set[int]:
-        """Those of the tensors that stand in places of their own."""
+        """Those of the tensors that have their own places."""
         return {id(self.values[index]) for index in self.layout.tensors}
 
     def exchange(self, look: Look, others: Mapping[int, torch.Tensor]) -> None:
@@ -323,7 +323,7 @@ class Cells:
 
 
 def fill(container: Any, content: Any) -> None:
-    """Let a container hold what it is to hold; a number stands for the first so many entries of a list."""
+    """Fill a container with its contents; a number means the first so many entries of a list."""
     if isinstance(content, int):
         while isinstance(container, list) and len(container) > content:
             container.pop()
@@ -405,7 +405,7 @@ def is_settings(value: Any) -> bool:
 
 
 def _is_hidden(value: Any) -> bool:
-    """Whether a value is not kept: it may come to hold a graph, and is known by its place."""
+    """Whether a value is not kept: it may hold a graph later, and is known by its place."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type):
         return False
     if isinstance(value, (*_SEQUENCES, dict)):
@@ -440,5 +440,5 @@ def _is_same_sequence(one: Any, other: Any) -> bool:
 
 
 def _is_shard(value: Any) -> bool:
-    """Whether FSDP looks after it, in hooks of its own that run in repeated forwards, too."""
+    """Whether FSDP manages it, with its own hooks that also run in recomputations."""
     return type(value).__name__ == "DTensor"

@@ -1,10 +1,10 @@
 """The environment of a stage: everything that it reads or writes besides its inputs.
 
-A stage that runs again must find its environment as the first run found it, whoever has changed it since, and leave it
-as it is by then. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
+A recomputed stage must see its environment as in the first run, whatever has changed it since, and must not change
+it. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
 version is counted (batch normalisation, observers of quantisation, `.data`) by what was seen when the stage first ran
 with these switches and functions: then operations are watched, and values compared. From then on only the tensors that
-change are copied beforehand.
+change are copied first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class History:
         self._changes: dict[int, tuple[torch.Tensor, list[tuple[int, torch.Tensor | None]]]] = {}
 
     def add(self, tensor: torch.Tensor, k: int, copy: torch.Tensor | None) -> None:
-        """Stage k has changed a tensor; None: nobody knew that it would."""
+        """Stage k has changed a tensor; None: that was not expected."""
         self._changes.setdefault(id(tensor), (tensor, []))[1].append((k, copy))
 
     def next_change(self, tensor: torch.Tensor, k: int) -> tuple[int, torch.Tensor | None] | None:
@@ -156,7 +156,7 @@ class Environment:
         return [(content.name, content.tensor) for content in new]
 
     def add_beside(self, path: str, module: nn.Module) -> None:
-        """Look after the buffers of another module, too: this stage's code between units was seen to change one."""
+        """Also track the buffers of another module: this stage's code between units was seen to change one."""
         if all(table is not module._buffers for _, table in self._beside):
             self._beside.append((path, module._buffers))
 
@@ -249,7 +249,7 @@ class Environment:
         return self._alone(mark, found, read) if found else found
 
     def _alone(self, mark: Mark, found: list[Earlier], read: Reads) -> list[Earlier]:
-        """Say which of the stage's own tensors can be exchanged: nobody else shows their memory."""
+        """Which of the stage's own tensors can be exchanged: nothing else uses their memory."""
         shown = [t.untyped_storage()._cdata for t, *_ in mark.contents if t.layout is torch.strided]
         others = {*read(), *(each for each, count in Counter(shown).items() if count > 1)}
         cells = mark.kept.addresses() if self._exchanges else ()
@@ -259,7 +259,7 @@ class Environment:
 
     @contextmanager
     def rewound(self, mark: Mark, earlier: Sequence[Earlier] = ()) -> Iterator[None]:
-        """Run the block with the environment as it was at a mark, and put back what it is now."""
+        """Run the block with the environment of a mark, then restore the current one."""
         now = self._cells.look()
         hooks = ParameterHooks(now.parameters())
         try:
@@ -343,13 +343,13 @@ class ParameterHooks:
         ]
 
     def take_away(self) -> None:
-        """Let none of them run."""
+        """Remove all of them."""
         for _, _, table, _ in self._found:
             if table:
                 table.clear()
 
     def restore(self) -> None:
-        """Let the same run again, and no others."""
+        """Restore exactly these hooks."""
         for parameter, name, table, hooks in self._found:
             if table is None:
                 if getattr(parameter, name) is not None:
@@ -407,10 +407,10 @@ def _lost(content: Content, *, by_forward: bool) -> ExecutionError:
     what = f"{'buffer' if content.is_buffer else 'the tensor that a module keeps as'} {content.name!r}"
     if by_forward:
         return ExecutionError(
-            f"{what} was changed by this step's forward and by none before, so a stage that reads it cannot be "
+            f"{what} was changed by this step's forward, but not by earlier ones, so a stage that reads it cannot be "
             "recomputed; repeat the step"
         )
     return ExecutionError(
         f"{what} was changed in place between the forward of a stage that reads it and its backward; change it after "
-        "the backward pass"
+        "backward"
     )

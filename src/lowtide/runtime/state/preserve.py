@@ -1,4 +1,4 @@
-"""Running a model without a trace: afterwards everything is as it was before."""
+"""Runs a model and restores everything afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.runtime.state.surroundings import Kernels
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Put back, at the end of the `with` block, whatever running the model changes.
+    """Restore, at the end of the `with` block, whatever running the model changes.
 
     That is: the modules' cells (attributes, modes, hooks, and what containers and objects among them hold), the
     contents of their tensors, gradients, the states of the random number generators (torch's, Python's, numpy's, and

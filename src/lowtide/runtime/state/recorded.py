@@ -1,4 +1,4 @@
-"""The environments of a recorded forward's stages: each finds what it found, whenever it is run."""
+"""The environments of a recorded forward's stages: each sees what it saw, whenever it runs."""
 
 from __future__ import annotations
 

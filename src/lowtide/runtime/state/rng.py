@@ -1,4 +1,4 @@
-"""Random numbers: a stage that drew some draws the same ones when it is recomputed, and nobody else notices; the same
+"""Random numbers: a recomputed stage draws the same ones as in its first run, and nothing else is affected; the same
 holds for measuring and trial steps.
 """
 
@@ -59,7 +59,7 @@ class Source:
         return None
 
     def state(self) -> Any:
-        """What it is about to give: the very same object as long as nobody has drawn."""
+        """What it is about to give: the same object as long as nothing was drawn."""
         seen = None if self._glance is None else self._glance()
         if seen is not None and seen == self._seen and self._state is not None:
             return self._state
@@ -184,7 +184,7 @@ class Generators:
 
 
 class State:
-    """The states of all generators at one moment; two are equal where nobody has drawn."""
+    """The states of all generators at one moment; two are equal if nothing was drawn."""
 
     __slots__ = ("of_torch", "others")
 

@@ -1,6 +1,6 @@
 """What surrounds a computation besides its arguments: gradient mode, autocast, modes, and the choice of kernels.
 
-A stage that runs again in the backward pass must find these as its first run did, although by then the user's `with`
+A stage that is recomputed in backward must see these as in its first run, although by then the user's `with`
 blocks have ended. Random numbers are in `lowtide.runtime.state.rng`.
 """
 
@@ -26,7 +26,7 @@ _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 class Surroundings(NamedTuple):
-    """Gradient mode, autocast and modes as they were at one moment; two are equal where nothing has changed."""
+    """Gradient mode, autocast and modes at one moment; two are equal if nothing has changed."""
 
     grad_enabled: bool
     autocast: tuple[torch.dtype | None, ...]
@@ -81,7 +81,7 @@ def _is_ours(mode: Any) -> bool:
 
 @contextmanager
 def _modes_in_place(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None]:
-    """Run the block with these modes in the place of the user's that are there now."""
+    """Run the block with these modes instead of the user's current ones."""
     of_functions, of_operations = modes
     if (_function_modes(), _dispatch_modes()) == modes:
         yield
@@ -109,7 +109,7 @@ def _set_dispatch_modes(modes: list[Any]) -> None:
 
 
 def refuse_saved_tensor_hooks() -> None:
-    """Refuse hooks of the user's around a call: a plan's own, which decide what is kept, would be in their place.
+    """Refuse the user's hooks around a call: the plan's own hooks would replace them.
 
     Raises:
         ExecutionError: where there are some.
@@ -118,8 +118,8 @@ def refuse_saved_tensor_hooks() -> None:
     if hooks is None or (getattr(hooks[0], "__module__", None) or "").startswith("lowtide."):
         return
     raise ExecutionError(
-        "saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu) stand around the model's call, and "
-        "under a plan they would not see what autograd saves; call the model outside of them, or detach the plan"
+        "the model is called inside saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), which "
+        "would not see what autograd saves under a plan; call it outside them, or call plan.detach()"
     )
 
 
