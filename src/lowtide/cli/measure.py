@@ -178,7 +178,7 @@ def from_function(target: str) -> tuple[nn.Module, Any]:
 
 
 def _imported(target: str, module_name: str) -> ModuleType:
-    """The user's module. What goes wrong in it is not a defect of lowtide; a script may even end the process."""
+    """The user's module. What goes wrong in it is not a bug in lowtide; a script may even end the process."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
     try:
