@@ -16,6 +16,7 @@ from lowtide.runtime.model.containers import Held, Slot, build, template, tensor
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.replay import RecordedStage, Recording
+from lowtide.runtime.state.cells import Look
 from lowtide.runtime.state.recorded import RecordedState
 from lowtide.runtime.state.rng import Generators, State
 
@@ -79,6 +80,7 @@ class StagedModel:
             target = self.target(result)
             self._note_peak()
         self._state.end(self.num_stages)
+        self._state.finish()
         self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
@@ -99,7 +101,7 @@ class StagedModel:
             self._state.end(k - 1)
         self._stage = k
         self._state.begin(k)
-        self._random.append(self._generators.state(everything=True))
+        self._random.append(self._generators.state())
         if self._meter is not None:
             self._meter.reset_peak()
             self._start_bytes = self._meter.live_bytes
@@ -164,13 +166,17 @@ class StagedModel:
         """The buffers of stage k's units."""
         return self._state.of_units(k)
 
+    def look(self, k: int) -> Look:
+        """What the modules of stage k keep now."""
+        return self._state.look(k)
+
     def has_drawn(self, k: int) -> bool:
         """Whether the generators are other than when stage k began: asked after a run of it."""
         return self._generators.drawn_since(self._random[k - 1])
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of torch's generators now."""
-        return self._generators.state(everything=False).of_torch
+        return self._generators.state().of_torch
 
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""

@@ -24,7 +24,7 @@ from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout, StagedForward
 from lowtide.runtime.replay.tape import Tape
-from lowtide.runtime.state.buffers import is_buffer_of
+from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
 
@@ -193,7 +193,7 @@ class _RecordedForward(StagedForward):
         return result
 
     def watch_of(self, k: int) -> GeneratorWatch:
-        return GeneratorWatch(self._generators)
+        return GeneratorWatch(self._generators, reads_all=True)
 
     def _find_held(self, result: Any) -> None:
         """Find what others than the next stage read."""

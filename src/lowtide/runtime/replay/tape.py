@@ -7,7 +7,9 @@ Whatever else it reads (parameters, masks, tensors held for the whole chain) is 
 
 from __future__ import annotations
 
+import random
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,12 +17,14 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
 from lowtide.runtime.replay.endings import follows_nothing, is_harmless
-from lowtide.runtime.state.rng import GeneratorWatch, State
+from lowtide.runtime.state.environment import version_of
+from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Kernels, Surroundings
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -110,7 +114,7 @@ class TapedCall:
         self.dead: list[int] = []
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
-        self.drawn_from: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.drawn_from: list[tuple[Source, Any]] = []
         """The generators that were handed to the call, and their states."""
 
 
@@ -151,6 +155,8 @@ class Tape:
         self.on_input: Callable[[int, torch.Tensor], None] | None = None
         """Called while recording with each tensor of the previous stage that the stage turns out to read."""
         self._made: dict[int, int] = {}
+        self._in_numpy: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Tensors whose memory was handed to numpy, which counts no version, and what they held then."""
         self._num_slots = 0
         self._position = 0  # of the call that runs
         self._outputs: list[int] = []
@@ -177,8 +183,6 @@ class Tape:
         """Run a call and put it on the tape."""
         training = module is not None and module.training
         surroundings, kernels = Surroundings.now(), Kernels.now()
-        handed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        drawn_from = [(generator, generator.get_state()) for generator in handed]
         if self._watch is not None:
             self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
@@ -187,7 +191,10 @@ class Tape:
         else:
             forms = [template(value, partial(self._encode, read)) for value in args]
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
+        drawn_from = [(source, source.state()) for source in _sources_in((*forms, *keyword_forms.values()))]
         result = call(*args, **kwargs)
+        if name in _TO_NUMPY and isinstance(args[0], torch.Tensor):
+            self._in_numpy[id(args[0])] = weakref.ref(args[0]), _checksum(args[0])
         if self._watch is not None:
             self._watch.after_call()
         changes = False
@@ -211,6 +218,8 @@ class Tape:
         """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
         assert self._ledger is not None
         read.append((tensor, version_of(tensor)))
+        if self._in_numpy:
+            self._check_numpy(tensor)
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
@@ -253,6 +262,12 @@ class Tape:
         else:
             self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
 
+    def _check_numpy(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that was written to through numpy: no tape can repeat that."""
+        known = self._in_numpy.get(id(tensor))
+        if known is not None and known[0]() is tensor and _checksum(tensor) != known[1]:
+            self._refuse(f"a tensor of shape {list(tensor.shape)}", "through numpy")
+
     def _refuse(self, what: str, name: str) -> None:
         self.refusal = (
             f"stage {self.name!r} changes {what} in place ({name}), so it cannot be recomputed; "
@@ -268,6 +283,10 @@ class Tape:
 
     def end(self) -> None:
         """The stage has ended; what follows belongs to the next one."""
+        for reference, _ in self._in_numpy.values():
+            tensor = reference()
+            if tensor is not None:
+                self._check_numpy(tensor)
         if self._watch is not None:
             self._watch.before_call()  # a generator may have been set after the last call, too
 
@@ -297,6 +316,7 @@ class Tape:
         self._ledger = None
         self.on_input = None
         self._held_of.clear()
+        self._in_numpy.clear()
 
     # Running
 
@@ -321,7 +341,7 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
-        handed = [generator for entry in self.calls for generator, _ in entry.drawn_from]
+        handed = [source for entry in self.calls for source, _ in entry.drawn_from]
         with _left_as_they_are(handed) if handed else nullcontext():
             for position, entry in enumerate(self.calls):
                 self._position = position
@@ -355,8 +375,8 @@ class Tape:
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
         if entry.random is not None and self._watch is not None:
             self._watch.generators.set(entry.random)
-        for generator, state in entry.drawn_from:
-            generator.set_state(state)
+        for source, state in entry.drawn_from:
+            source.set(state)
         if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
             result = entry.call(*args, **kwargs)
         else:
@@ -383,15 +403,34 @@ def _is_of_torch(function: Any) -> bool:
     return not isinstance(function, partial)
 
 
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _sources_in(forms: Iterable[Any]) -> list[Source]:
+    """The generators among the arguments of a call, nested ones too."""
+    found = (value for form in forms if type(form) not in _NO_GENERATORS for value in parts(form, _GENERATORS))
+    return [source for value in found if (source := Source.of(value)) is not None]
+
+
+_NO_GENERATORS = frozenset({Slot, Held, type(None), bool, int, float, str})
+
+
 @contextmanager
-def _left_as_they_are(generators: Iterable[torch.Generator]) -> Iterator[None]:
+def _left_as_they_are(sources: Iterable[Source]) -> Iterator[None]:
     """Put back, after the block, the states of generators that calls were handed."""
-    states = [(generator, generator.get_state()) for generator in generators]
+    states = [(source, source.state()) for source in sources]
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        for source, state in states:
+            source.set(state)
+
+
+_TO_NUMPY = frozenset({"numpy", "__array__"})
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().numpy(force=True).tobytes())
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,14 +438,6 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written to in place, as autograd counts it."""
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
-        return 0
 
 
 _version = attrgetter("_version")
