@@ -14,9 +14,9 @@ from lowtide import zoo
 from lowtide.chain import Chain
 from lowtide.cli.options import Json
 from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, print_table
-from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import CaptureError, LowtideError, SampleError, shown
 from lowtide.files import check_can_write
+from lowtide.progress import DelayedProgress
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
