@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.cli.progress import DelayedProgress
+from lowtide.progress import DelayedProgress
 from lowtide.report.figures import save_figure
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds

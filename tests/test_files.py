@@ -109,7 +109,7 @@ def test_paths_that_the_system_refuses(tmp_path):
     CHAIN.save(tmp_path / "chain.json")
     for path in (tmp_path / f"{'x' * 300}.json", tmp_path / "round"):
         for write in (CHAIN.save, lambda path: check_can_write(path, tmp_path / "chain.json")):
-            with pytest.raises(LowtideError, match=r"cannot be written: (File name too long|Too many levels)"):
+            with pytest.raises(LowtideError, match=r"cannot be written: (File name too|Too many).*; name another file"):
                 write(path)
     check_can_write(tmp_path / "new.json", tmp_path / "round")  # whoever reads it refuses it
 

@@ -66,7 +66,7 @@ def check_can_write(path: str | os.PathLike[str], *read: str | os.PathLike[str])
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:  # a name that is too long, a folder that may not be entered, links that go round
-        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}; name another file") from None
     if not path.name or path.is_dir():
         raise LowtideError(f"{str(path)!r} cannot be written: it is a folder; name a file")
     if path.exists() and not path.is_file():  # a file would be put in its place
@@ -94,7 +94,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise LowtideError(f"{path}: cannot be written: {error.strerror or error}; name another file") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -105,7 +105,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise LowtideError(f"{path}: cannot be written: {error.strerror or error}") from None
+            raise LowtideError(f"{path}: cannot be written: {error.strerror or error}; name another file") from None
         raise
 
 

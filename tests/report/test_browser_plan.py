@@ -114,6 +114,15 @@ def test_what_was_executed_and_what_was_simulated_are_told_apart(measured, expec
     assert tab.text("#verdict-kind") == "Simulated, not executed."
 
 
+def test_a_slow_run_does_not_squeeze_the_curves(opened):
+    tab = opened(measured=Measured(0.9, 92 * MIB, "a busy CPU", 3))
+    assert tab.text("#frontier .measured-label") == "measured: 900.0 ms ↑"
+    assert "A step takes 25.5 ms" in tab.text("#verdict-text")
+    ticks = tab.evaluate("[...document.querySelectorAll('#frontier .axis text')].map((label) => label.textContent)")
+    assert "26 ms" in ticks
+    assert opened(measured=RUN).text("#frontier .measured-label") == "measured"
+
+
 def test_the_device_is_named_on_top(opened):
     assert opened(measured=RUN).text("#chain-device") == "NVIDIA H200 (a small card)"
     assert opened().text("#chain-device") == "a small card"

@@ -5,7 +5,7 @@ its help and which returns None or raises a `LowtideError`, and a tuple `EXAMPLE
 imported only when that subcommand is called, so that `lowtide --help` stays quick; for the same reason rich is imported
 only to print a table.
 
-Exit status: 0 done; 2 wrong use or wrong file; 3 the budget cannot be met; 130 interrupted; 1 a defect of lowtide.
+Exit status: 0 done; 2 wrong use or wrong file; 3 the budget cannot be met; 130 interrupted; 1 a bug in lowtide.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _run(arguments: list[str]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
-        return _fail(f"a defect of lowtide, {what}; {TRACEBACK_VARIABLE}=1 shows where", STATUS_DEFECT)
+        return _fail(f"this is a bug in lowtide: {what}; {TRACEBACK_VARIABLE}=1 shows where", STATUS_DEFECT)
     if status == STATUS_INTERRUPTED:  # typer's own answer to a KeyboardInterrupt
         return _fail("interrupted", STATUS_INTERRUPTED)
     return status if isinstance(status, int) else 0

@@ -9,7 +9,7 @@ import typer
 from lowtide.cli.measure import from_function
 from lowtide.cli.options import Json, bandwidth_option, budget_option, strategy_names
 from lowtide.cli.output import output_of_others_aside, print_json
-from lowtide.cli.progress import DelayedProgress
+from lowtide.progress import DelayedProgress
 from lowtide.strategies.base import AUTO, infeasible
 
 Target = Annotated[

@@ -11,8 +11,8 @@ from lowtide.bound import Model, bound
 from lowtide.chain import Chain
 from lowtide.cli.options import ChainFile, HalfDuplex, Json, bandwidth_option, bytes_option
 from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, step_time
-from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
+from lowtide.progress import DelayedProgress
 from lowtide.units import format_seconds
 
 Memory = Annotated[

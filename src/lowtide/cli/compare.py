@@ -19,8 +19,8 @@ from lowtide.cli.options import (
     strategy_names,
 )
 from lowtide.cli.output import COLUMN_GAP, output_of_others_aside, print_json, print_table
-from lowtide.cli.progress import DelayedProgress
 from lowtide.compare import BudgetComparison, Comparison, Outcome, compare
+from lowtide.progress import DelayedProgress
 from lowtide.strategies.base import find
 from lowtide.units import format_bandwidth, format_bytes, format_seconds
 

@@ -14,9 +14,9 @@ from lowtide import zoo
 from lowtide.chain import Chain
 from lowtide.cli.options import Json
 from lowtide.cli.output import output_of_others_aside, print_json, print_pairs, print_table
-from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import CaptureError, LowtideError, SampleError, shown
 from lowtide.files import check_can_write
+from lowtide.progress import DelayedProgress
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def from_function(target: str) -> tuple[nn.Module, Any]:
 
 
 def _imported(target: str, module_name: str) -> ModuleType:
-    """The user's module. What goes wrong in it is not a defect of lowtide; a script may even end the process."""
+    """The user's module. What goes wrong in it is not a bug in lowtide; a script may even end the process."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` finds modules
     try:

@@ -21,9 +21,9 @@ from lowtide.cli.options import (
     bytes_option,
 )
 from lowtide.cli.output import curve_values, infeasible_as_json, output_of_others_aside, print_json
-from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import LowtideError
 from lowtide.files import check_can_write
+from lowtide.progress import DelayedProgress
 from lowtide.report import save_figure, survey
 from lowtide.report.figures import figure_format, required_matplotlib
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, Survey

@@ -20,8 +20,8 @@ from lowtide.cli.options import (
     bytes_option,
 )
 from lowtide.cli.output import curve_values, infeasible_as_json, output_of_others_aside, print_json
-from lowtide.cli.progress import DelayedProgress
 from lowtide.files import check_can_write
+from lowtide.progress import DelayedProgress
 from lowtide.report import write_report
 from lowtide.report.page import Report
 from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS

@@ -19,9 +19,9 @@ from lowtide.cli.options import (
     strategy_names,
 )
 from lowtide.cli.output import moved, output_of_others_aside, print_json, print_pairs, print_table, step_time
-from lowtide.cli.progress import DelayedProgress
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.files import check_can_write
+from lowtide.progress import DelayedProgress
 from lowtide.report import chart_text
 from lowtide.solve import Candidate, Solution, solve
 from lowtide.strategies.base import AUTO

@@ -1,1 +1,1 @@
-"""One file a framework, each imported when it is used."""
+"""Callbacks for training frameworks, one file each, imported when used."""

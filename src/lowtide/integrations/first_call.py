@@ -1,4 +1,4 @@
-"""Planning at a model's first training call: by then everything is as it will be, device, precision and arguments.
+"""Plans at a model's first training call, when device, precision and arguments are final.
 
 Frameworks wrap a model's forward, choose an autocast and add arguments before they call it; a plan that was made ahead
 would meet all of that as something new. So a callback waits for the first call of a training step, fits the model from

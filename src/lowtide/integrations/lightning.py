@@ -75,11 +75,11 @@ class LightningCallback(Callback):
                 logger.log_metrics(figures, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave the module as it was."""
+        """Detach the plan."""
         self._planned.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the module as it was."""
+        """Detach the plan."""
         self._planned.detach()
 
 
@@ -89,7 +89,7 @@ def _check_holds_all(pl_module: nn.Module, module: nn.Module, named: str | None)
     other = next((name for name, p in pl_module.named_parameters() if p.requires_grad and id(p) not in held), None)
     if other is not None and named is None:
         raise PlanError(
-            f"training_step first calls a submodule that does not hold {other!r}, so that a plan for it would not see "
-            "everything that is trained; call self(x) in training_step, with all of it in forward, or name the "
-            'submodule to plan for: LightningCallback(..., module="network")'
+            f"training_step first calls a submodule without {other!r}, so a plan for it would miss part of what is "
+            "trained; call self(x) in training_step, with everything in forward, or name the submodule to plan for: "
+            'LightningCallback(..., module="network")'
         )

@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks share: options, one plan, and the figures that they log."""
+"""What all callbacks share: options, one plan, and the figures they log."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Planned:
         self._waiting = []
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Detach the plan."""
         self._stop_waiting()
         if self.plan is not None:
             self.plan.detach()
 
     def figures(self) -> dict[str, float]:
-        """Predicted against measured, by the names under which loggers show them."""
+        """Predicted and measured figures, by the names that loggers show."""
         if self.plan is None:
             return {}
         stats = self.plan.stats()

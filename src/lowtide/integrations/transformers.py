@@ -73,12 +73,12 @@ class TransformersCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the model as it was."""
+        """Detach the plan."""
         self._planned.detach()
 
 
 def with_largest(sample: Sample, loader: Any) -> Sample:
-    """A call with the largest of a few batches in the place of its own, where that has less in it."""
+    """A call with the largest of a few batches, if that is larger than its own."""
     if loader is None:
         return sample
     largest = largest_batch_of(getattr(loader, "base_dataloader", loader))  # accelerate wraps loaders

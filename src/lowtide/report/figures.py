@@ -81,7 +81,8 @@ def save_figure(
         try:
             figure.savefig(path, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
         except OSError as error:
-            raise LowtideError(f"{os.fspath(path)}: cannot be written: {error.strerror or error}") from None
+            why = error.strerror or error
+            raise LowtideError(f"{os.fspath(path)}: cannot be written: {why}; name another file") from None
 
 
 def required_matplotlib() -> Any:

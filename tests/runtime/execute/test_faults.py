@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,11 +98,12 @@ class FailingLate(nn.Module):
     def __init__(self, again: bool) -> None:
         super().__init__()
         self.again = again
-        self.notes = SimpleNamespace(seen=[])  # what a repeated run appends to a list of the module's own is taken out
+        notes: list[weakref.ref] = []  # not the module's own: what a recomputation appends to such a list is taken out
+        self.recall = lambda: notes
 
     @property
     def seen(self) -> list[weakref.ref]:
-        return self.notes.seen
+        return self.recall()
 
     def forward(self, x):
         saved = x.exp()
@@ -267,15 +267,6 @@ def test_strict_mode_takes_what_repeats_itself(seed):
     with lowtide.attach(models.stages_of_every_kind(), schedule, strict=True) as plan:
         assert_equal(train(plan.model, inputs), train(models.stages_of_every_kind(), inputs))
         assert plan.stats().recomputed_per_step > 0
-
-
-def test_switching_to_eval_before_backward_is_told():
-    model = models.stages_of_every_kind()
-    lowtide.attach(model, recomputing(N))
-    loss = model(batches(SHAPE, 1)[0]).sum()
-    model.eval()
-    with pytest.raises(ExecutionError, match=r"train\(\) and eval\(\)"):
-        loss.backward()
 
 
 def test_a_backward_inside_the_forward_is_told():

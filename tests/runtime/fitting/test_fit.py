@@ -15,10 +15,12 @@ from tests.runtime.training import assert_equal, batches, train
 from torch import nn
 
 import lowtide
+import lowtide.progress
 from lowtide.runtime.fitting import rehearsal, trials
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.steps import RealSteps
 from lowtide.runtime.transfer.file_tier import FileTier
+from lowtide.units import format_bytes
 
 SHAPE = (512, 32)
 RECOMPUTE = {"bandwidth": 0, "strategy": "rotor"}
@@ -579,3 +581,24 @@ def test_the_budget_holds_where_modules_carry_something_over():
     with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
         assert peak_of_steps(model, inputs) <= budget
         assert plan.stats().recomputed_per_step > 0
+
+
+def test_a_plan_prints_plain_training_beside_it_and_what_fills_the_memory():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+    x = torch.randn(256, 32)
+    with lowtide.fit(model, x, memory_budget="1GiB", bandwidth=0, optimizer="adamw") as plan:
+        text = str(plan)
+        weights = format_bytes(sum(p.nbytes for p in model.parameters()))
+        state = format_bytes(2 * sum(p.nbytes for p in model.parameters()))
+        assert re.search(r"  plain .*peak .*everything stored", text)
+        assert re.search(rf"  at peak +weights {weights}, optimizer {state}, .*activations", text)
+        assert max(map(len, text.splitlines())) <= 100
+        assert plan._repr_html_().startswith("<pre>lowtide plan for Sequential")
+
+
+@pytest.mark.parametrize("progress", [True, False, None])
+def test_progress_is_shown_where_it_is_asked_for(progress, monkeypatch, capsys):
+    monkeypatch.setattr(lowtide.progress, "_PATIENCE_SECONDS", 0.0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    with lowtide.fit(model, torch.zeros(2, 4), memory_budget="1GiB", bandwidth=0, progress=progress):
+        assert bool(capsys.readouterr().err) == (progress is True)

@@ -45,9 +45,12 @@ class BuiltName(Banked):
         return self.body[3](self.bank(self.body[2](x)))
 
 
-def test_a_buffer_that_is_read_by_a_name_put_together_is_refused_by_name():
-    with pytest.raises(lowtide.CaptureError, match=r"gives another result .* changes 'bank.memory'"):
-        lowtide.measure(made(BuiltName), batches(SHAPE, 1)[0])
+def test_a_buffer_that_is_read_by_a_name_put_together():
+    """Which stage reads what is seen, and does not depend on names."""
+    inputs = batches(SHAPE, 4)
+    model, split = made_in_stages(BuiltName)
+    lowtide.attach(model, repeating(split.num_stages), split=split)
+    assert_equal(train(model, inputs), train(made(BuiltName), inputs))
 
 
 class Momentum(nn.Module):
@@ -104,7 +107,7 @@ def test_a_buffer_that_changes_for_the_first_time_in_a_later_step_costs_that_ste
     lowtide.attach(model, repeating_all_but_the_last(split.num_stages), split=split)
     assert_equal(train(model, inputs[:2]), train(plain, inputs[:2]))
     plain(inputs[2])
-    with pytest.raises(lowtide.ExecutionError, match="buffer 'average' was changed by this step's forward and by none"):
+    with pytest.raises(lowtide.ExecutionError, match="buffer 'average' was changed by this step's forward, but not by"):
         model(inputs[2]).sum().backward()
     model.zero_grad()
     assert_equal(train(model, inputs[3:]), train(plain, inputs[3:]))

@@ -15,7 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.meter import Meter
-from lowtide.runtime.state.lists import Contents, StageLists
+from lowtide.runtime.state.cells import Cells
+from lowtide.runtime.state.environment import Environment
 
 OPTIONS = {"bandwidth": 0, "optimizer": "sgd"}
 
@@ -96,30 +97,31 @@ def test_a_stage_measured_many_times_does_not_pile_up_graphs():
     assert peak_bytes(False) <= 2 * without_graphs  # one graph at a time, of dozens
 
 
-def test_lists_are_found_in_the_first_two_forwards():
+def test_a_repeated_run_finds_lists_as_they_were_and_leaves_them_as_they_are():
     module = nn.Module()
-    lists = StageLists([module])
-    assert not lists.before()
+    environment = Environment([("", module)])
+    environment.mark()
     module.late = [1]
-    found = lists.before()
+    mark = environment.mark()
     module.late.append(2)
-    module.too_late = []
-    with lists.protected(found):
+    module.later = []
+    with environment.rewound(mark):
         assert module.late == [1]
+        assert not hasattr(module, "later")
         module.late.append(3)
         module.late = ["another"]
     assert module.late == [1, 2]
-    assert len(lists.before()) == 1
+    assert module.later == []
 
 
-def test_contents_put_back_the_very_same_objects():
-    entry = [object()]
-    outer = {"a": entry, "b": {1, 2}}
-    contents = Contents([outer])
+def test_a_look_puts_back_the_very_same_objects():
+    module, entry = nn.Module(), [object()]
+    module.outer = outer = {"a": entry, "b": {1, 2}}
+    look = Cells([("", module)]).look()
     outer["a"] = list(entry)
     entry.append(None)
     outer["b"].clear()
-    contents.restore()
+    look.restore()
     assert outer["a"] is entry
     assert len(entry) == 1
     assert outer["b"] == {1, 2}

@@ -7,6 +7,9 @@ const LARGEST_LINEAR_SLOWDOWN = 2.5;
 // What fills a bar of the table, at the most: times plain training.
 const LONGEST_BAR_SLOWDOWN = 2;
 
+// What was measured is drawn to scale up to this factor above all that was simulated.
+const LARGEST_MEASURED_SLOWDOWN = 1.25;
+
 // The marks of an axis of factors: times plain training.
 const FACTORS = [1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128];
 
@@ -75,7 +78,10 @@ class FrontierChart {
     this.least = this.logarithmic ? least / pad : Math.max(0, least - pad);
     this.most = this.logarithmic ? most * pad : most + pad;
     const plain = data.storeAll.seconds;
-    const slowest = Math.max(plain, ...[...envelope, ...seen].map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
+    const simulated = Math.max(plain, ...envelope.map((point) => point[1]), ...data.plans.map((plan) => plan.seconds));
+    // A run on a busy machine would squeeze all curves: such a mark stands at the upper end instead.
+    this.isBeyond = seen.length > 0 && seen[0][1] > LARGEST_MEASURED_SLOWDOWN * simulated;
+    const slowest = this.isBeyond ? simulated : Math.max(simulated, ...seen.map((point) => point[1]));
     // Times that differ by factors are compared by factors.
     this.byFactors = plain > 0 && slowest > LARGEST_LINEAR_SLOWDOWN * plain;
     const space = this.byFactors ? Math.log(slowest / plain) : slowest - plain || plain || 1;
@@ -179,10 +185,11 @@ class FrontierChart {
   // What a run saw, apart from all that was simulated.
   drawMeasured(lines) {
     const { frame } = this;
-    const [x, y] = [this.x(this.measured[0]), this.y(this.measured[1])];
+    const [x, y] = [this.x(this.measured[0]), this.isBeyond ? frame.top + 8 : this.y(this.measured[1])];
+    const words = this.isBeyond ? `measured: ${formatSeconds(this.measured[1])} ↑` : "measured";
     svg("path", { d: `M${x - 5} ${y - 5}L${x + 5} ${y + 5}M${x - 5} ${y + 5}L${x + 5} ${y - 5}`, class: "measured" }, lines);
     const anchor = x > (frame.left + frame.right) / 2 ? "end" : "start";
-    svg("text", { x: x + (anchor === "end" ? -10 : 10), y: y + 0.28 * rem(), "text-anchor": anchor, class: "measured-label" }, frame.svg, "measured");
+    svg("text", { x: x + (anchor === "end" ? -10 : 10), y: y + 0.28 * rem(), "text-anchor": anchor, class: "measured-label" }, frame.svg, words);
   }
 
   // Names the strategies whose point is under the pointer.

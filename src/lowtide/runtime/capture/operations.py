@@ -1,4 +1,4 @@
-"""What one operation of a watched forward does: what it writes, and what work it is."""
+"""What work one operation is, as a watched forward notes it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
-
-
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operation changes, by its own declaration."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [tensor for tensor in tree_iter(value) if isinstance(tensor, torch.Tensor)]
-    return found
 
 
 def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:

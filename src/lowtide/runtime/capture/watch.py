@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from lowtide.errors import CaptureError, LowtideError, SampleError
-from lowtide.runtime.capture.operations import is_weight_cast, signature_of, written_by
+from lowtide.runtime.capture.operations import is_weight_cast, signature_of
 from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample, tensors_in
+from lowtide.runtime.state.writes import written_by
 
 NEVER = -1
 
@@ -187,6 +188,9 @@ class _Watcher(TorchDispatchMode):
         self._clock += 1
         self._read((args, kwargs))
         written = written_by(func, args, kwargs)
+        for tensor in written:
+            for memory in self._see(tensor, "made"):
+                self._check_write(memory)  # beforehand: what is refused is left as it is
         self.observation.operations.append((self._clock, signature_of(func, args, kwargs)))
         out = func(*args, **kwargs)
         role = "cast" if is_weight_cast(func, args) else "made"
@@ -196,7 +200,6 @@ class _Watcher(TorchDispatchMode):
         for tensor in written:
             for memory in self._see(tensor, "made"):
                 memory.last_written = self._clock
-                self._check_write(memory)
         return out
 
     def pack(self, tensor: torch.Tensor) -> None:

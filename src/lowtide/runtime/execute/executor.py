@@ -1,5 +1,5 @@
 """Runs a schedule inside autograd: one graph, made by the model's own forward; whatever the schedule asks for besides
-(forwards run again, copies) is done in the order of its list, when the forward or the backward pass gets there.
+(recomputations, copies) is done in the order of its list, when the forward or the backward pass gets there.
 
 A `Step` belongs to one forward and its backward. It is kept alive by the graph alone: an output that is dropped without
 a backward takes everything with it.
@@ -26,8 +26,7 @@ from lowtide.runtime.execute.values import Activation, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.replay.endings import EndOfRunError
 from lowtide.runtime.replay.tape import Tape, versions_of
-from lowtide.runtime.state.buffers import Copies, Snapshot, StageBuffers
-from lowtide.runtime.state.exchange import Entry, registered_again
+from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
 
@@ -53,15 +52,15 @@ class StageRun:
     """What a step knows of one stage's first run."""
 
     __slots__ = (
-        "buffers",
+        "environment",
         "fingerprints",
+        "mark",
         "parameters",
         "placeholders",
         "random",
-        "registered",
+        "random_after",
         "requires_grad",
         "saves_last_before_a_product",
-        "snapshot",
         "spot_check",
         "tape",
         "trained",
@@ -72,12 +71,12 @@ class StageRun:
         self.placeholders = Placeholders(stage, name)
         self.tape: Tape | None = None
         self.random: State | None = None
-        self.buffers: StageBuffers | None = None
-        self.snapshot: Snapshot | None = None
+        self.random_after: State | None = None
+        self.environment: Environment | None = None
+        self.mark: Mark | None = None
         self.parameters: list[nn.Parameter] = []
         self.versions: list[int] = []
         self.trained: list[bool] = []
-        self.registered: list[Entry] = []
         self.requires_grad = False
         self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
@@ -95,11 +94,12 @@ class Step:
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
-        self.copies: Copies = {}
+        self.history = History()
+        self.read: list[tuple[str, torch.Tensor]] = []
+        """The buffers that tapes read and that are other stages', with their names."""
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
-        self.draws_unnoticed = False  # from Python's or numpy's generator, and no step before has
         self._lock = threading.RLock()
         self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
         self._task = -1
@@ -212,15 +212,16 @@ class Step:
         self.runs[k].tape = None
 
     def release(self) -> None:
-        """Let everything go."""
+        """Free everything."""
         for value in (*self.values.values(), *self.host.values()):
             value.leave()
         self.values.clear()
         self.host.clear()
-        self.copies.clear()
+        self.history.clear()
+        self.read.clear()
         for run in self.runs:
             run.tape = None
-            run.snapshot = None
+            run.mark = None
             run.spot_check = None
 
     # The list
@@ -283,11 +284,11 @@ class Step:
                 alone.leave()
 
     def _input_of(self, k: int) -> Activation | None:
-        """a[k-1], by itself or inside abar[k-1]."""
+        """a[k-1], on its own or inside abar[k-1]."""
         return self.values.get(("a", k - 1)) or self.values.get(("abar", k - 1))
 
     def _let_input_go(self, k: int) -> None:
-        """Nobody reads a[k-1] any more; what autograd keeps of it stays."""
+        """Free a[k-1], which nothing reads any more; what autograd keeps of it stays."""
         alone = self.values.pop(("a", k - 1), None)
         if alone is not None:
             alone.leave()
@@ -358,24 +359,50 @@ class Step:
         run = self.runs[k]
         assert run.tape is not None
         assert run.random is not None
-        if self.draws_unnoticed:
-            raise self.machine.unknown_numbers(k)
-        buffers, read = run.buffers, partial(_storages_read, run.tape, inputs)
-        assert buffers is not None
-        earlier = buffers.earlier(run.snapshot, self.copies, read)
-        if earlier:
-            pack = _copying(pack, buffers.rewritten(earlier))
+        environment, mark = run.environment, run.mark
+        assert environment is not None
+        assert mark is not None
+        earlier = environment.earlier(mark, k, self.history, partial(_storages_read, run.tape, inputs))
+        rewritten = {tensor.untyped_storage()._cdata for tensor, _, stands_alone in earlier if not stands_alone}
+        if rewritten:
+            pack = _copying(pack, rewritten)
         with (
             _MarkedAsRecomputing(),
+            environment.rewound(mark, earlier),
             _trained_as_then(run),
-            registered_again(run.registered),
             self.variants.running(k),
             self.machine.generators.replayed(run.random),
-            buffers.protected(run.snapshot, earlier, self.copies, read),
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),
         ):
-            return run.tape.run(inputs)
+            outputs = run.tape.run(inputs)
+            self._check_random(k)
+            return outputs
+
+    def _check_random(self, k: int) -> None:
+        """Refuse if other code has drawn random numbers during a stage."""
+        run = self.runs[k]
+        assert run.tape is not None
+        assert run.random_after is not None
+        if run.tape.sets_generators or self.machine.generators.contents() == run.random_after.contents:
+            return
+        raise ExecutionError(
+            f"stage {self.machine.stage_name(k)!r} drew different random numbers when it was recomputed than the "
+            "first time; if another thread draws from torch's default generator, give that thread its own "
+            "torch.Generator"
+        )
+
+    def check_written(self, k: int, before: list[int]) -> None:
+        """Refuse a stage that has changed a parameter in its first run: recomputed, it would change it once more."""
+        run = self.runs[k]
+        if run.versions == before or len(run.versions) != len(before):
+            return
+        for parameter, one, other in zip(run.parameters, before, run.versions, strict=True):
+            if one != other:
+                raise ExecutionError(
+                    f"stage {self.machine.stage_name(k)!r} changes {self.machine.describe(parameter)} in place in its "
+                    "forward, so it cannot be recomputed; change it after the optimizer step, or make it a buffer"
+                )
 
     def _check_parameters(self, k: int) -> None:
         run = self.runs[k]

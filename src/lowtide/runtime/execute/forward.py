@@ -20,8 +20,10 @@ from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.replay.endings import saves_last_before_a_product
 from lowtide.runtime.replay.staged import StagedForward
 from lowtide.runtime.replay.tape import versions_of
-from lowtide.runtime.state.buffers import Snapshot
+from lowtide.runtime.state.environment import Mark, version_of
 from lowtide.runtime.state.rng import GeneratorWatch, State
+from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks
+from lowtide.runtime.state.writes import Writes
 
 
 class ExecutedForward(StagedForward):
@@ -38,14 +40,17 @@ class ExecutedForward(StagedForward):
         self._hooks: tuple[Pack, Unpack] | None = None
         self._sorter: Sorter | None = None
         self._before: State | None = None
-        self._snapshot: Snapshot | None = None
+        self._mark: Mark | None = None
+        self._writes: Writes | None = None  # where it is to be seen what a stage changes
+        self._versions: list[int] = []
         self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
+        if self.machine.program.taped:
+            refuse_saved_tensor_hooks()
         try:
-            with self.machine.noticing_draws(self.step):
-                result = super().run(plain, args, kwargs)
+            result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
             if self._sorter is not None:
@@ -89,15 +94,13 @@ class ExecutedForward(StagedForward):
             self._begin_call = run.placeholders.begin_call
         self._before = None
         if self.tape is not None:
-            everything = machine.probes_all_generators(k)
-            state = self._random
-            if state is None or everything:
-                state = machine.generators.state(everything=everything)
-            self._before = state
-        self._snapshot = machine.buffers_of(k).before()
+            self._before = self._random or machine.generators.state()
+            self._versions = versions_of(machine.parameters_of(k))
+        self._mark = machine.environment_of(k).mark(others=step.read)
+        self._writes = Writes() if self._mark.observes and machine.can_be_watched(k) else None
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
-        """Where generators are set between calls, in a stage that may run again."""
+        """Where generators are set between calls, in a stage that may be recomputed."""
         return self.machine.watch_of(k)
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
@@ -106,20 +109,18 @@ class ExecutedForward(StagedForward):
         run = self.step.runs[k]
         if self.tape is not None and self.tape.refusal is not None:
             raise ExecutionError(self.tape.refusal)
-        self._random = None
-        if self._before is not None:
-            self._random = self.machine.generators.state(everything=False)
-            sets_generators = self.tape is not None and self.tape.sets_generators
-            run.random = self.machine.random_start(k, self._before, sets_generators=sets_generators)
-            run.registered = [(table, name, table.get(name)) for table, name in self.machine.places_of(k)]
-        run.snapshot = self._snapshot
-        run.buffers = buffers = self.machine.buffers_of(k)
-        buffers.after(run.snapshot, self.step.copies)
-        if run.fingerprints is not None:
-            run.fingerprints.finish(buffers.written(run.snapshot))
         run.parameters = self.machine.parameters_of(k)
         run.versions = versions_of(run.parameters)
         run.trained = [parameter.requires_grad for parameter in run.parameters]
+        self._random = None
+        if self._before is not None:
+            assert self.tape is not None
+            self._random = run.random_after = self.machine.generators.state()
+            run.random = self._before
+            self.machine.generators.learn(run.random, run.random_after)
+            self.machine.note_generators(k, are_set=self.tape.sets_generators)
+            self.step.check_written(k, self._versions)
+        self._end_environment(k)
         for tensor in outputs.values() if k < self.layout.num_stages else ():
             node = tensor.grad_fn  # each look makes a new object
             if node is not None:
@@ -130,6 +131,25 @@ class ExecutedForward(StagedForward):
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None
 
+    def _end_environment(self, k: int) -> None:
+        """Note what the first run of stage k changed besides its outputs."""
+        step, run, mark = self.step, self.step.runs[k], self._mark
+        assert mark is not None
+        environment = self.machine.environment_of(k)
+        if self.tape is not None:
+            read = self.machine.buffers_among(self.tape.held)
+            step.read += environment.include(mark, read)
+            for name, tensor, version in read:
+                if version_of(tensor) != version:
+                    path = name.rpartition(".")[0]
+                    environment.add_beside(path, self.machine.model.get_submodule(path))
+            run.mark, run.environment = mark, environment
+        written_to = () if self._writes is None else self._writes.addresses
+        ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
+        written = environment.end(mark, k, step.history, written_to, ran)
+        if run.fingerprints is not None:
+            run.fingerprints.finish(written)
+
     def invoke(
         self,
         name: str,
@@ -139,6 +159,14 @@ class ExecutedForward(StagedForward):
         module: nn.Module | None = None,
     ) -> Any:
         """Run one call of the current stage under its hooks."""
+        if self._writes is not None:
+            with self._writes:
+                return self._invoke(name, call, args, kwargs, module)
+        return self._invoke(name, call, args, kwargs, module)
+
+    def _invoke(
+        self, name: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None
+    ) -> Any:
         if self._hooks is None:
             return super().invoke(name, call, args, kwargs, module)
         self._begin_call(name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,11 +17,11 @@ from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.call_site import is_compiled
+from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout
-from lowtide.runtime.state.buffers import Key, StageBuffers, is_buffer_of, places_in
-from lowtide.runtime.state.mentions import names
-from lowtide.runtime.state.rng import Generators, GeneratorWatch, State
+from lowtide.runtime.state.environment import Environment, is_buffer_of
+from lowtide.runtime.state.rng import Generators, GeneratorWatch
 from lowtide.runtime.transfer.cargo import Tier
 
 
@@ -33,13 +32,6 @@ class Counters:
         self.num_steps = 0
         self.num_recomputed = 0
         self.moved_bytes = 0
-
-
-class Drawing(Protocol):
-    """A step whose forward may draw random numbers."""
-
-    draws_unnoticed: bool
-    """From Python's or numpy's generator, and no step before has."""
 
 
 class Machine:
@@ -53,7 +45,7 @@ class Machine:
         tier: where values go that leave the device.
         checks: which values of recomputed stages are compared with those of their first run.
         variants: as which the stages run.
-        functions: what to call between units in the place of functions of torch; all stages are watched for them.
+        functions: what to call between units instead of torch functions; all stages are watched for them.
     """
 
     def __init__(
@@ -82,61 +74,48 @@ class Machine:
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self.ending_early = frozenset(program.operations[index].stage for index in program.unwanted)
-        """The stages that may run again without anybody wanting their output."""
+        """The stages that may be recomputed without needing their output."""
         self.repeated: set[int] = set()
-        """The stages that have run again at least once."""
+        """The stages that have been recomputed at least once."""
         self._lock = threading.RLock()
-        self._draws_others = False  # whether a generator that is not torch's was seen to be drawn from
         self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
-        self._setting: set[int] = set()  # the stages in which code between calls sets a generator
+        self._sets_generators = False  # whether code between calls was seen to set one
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
-        self._buffer_tables = [module._buffers for module in model.modules()]
-        self._buffer_names: list[str] = []
-        self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-        self._buffers: dict[int, StageBuffers] = {}
-        self._changes: dict[Key, int] = {}
         self._storages: dict[int, set[int]] = {}
+        self._parameter_tables = {k: [module._parameters for _, module in each] for k, each in self._modules.items()}
+        self._compiled = {k for k, each in self._modules.items() if any(is_compiled(module) for _, module in each)}
+        self._environments = self._environments_by_stage()
+        self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffers: list[int] = []
+        self._buffer_names: dict[int, str] = {}
         self.refresh()
 
     # The model, by stage
 
     def refresh(self) -> None:
-        """Look at the model's parameters again where they are other objects than before (FSDP exchanges them), and at
-        its buffers where it has others: some are registered by the first forward that needs them.
-        """
-        first, names = next(self.model.parameters(), None), list(chain.from_iterable(self._buffer_tables))
-        if self._parameters and first is self._first_parameter:
-            if names != self._buffer_names:
-                self._buffer_names = names
-                self._find_buffers()
-            return
-        self._buffer_names = names
-        self._first_parameter = first
-        self._storages.clear()
-        for k, modules in self._modules.items():
-            unique = {id(p): p for _, module in modules for p in module._parameters.values() if p is not None}
-            self._parameters[k] = list(unique.values())
-            self._places[k] = [(module._parameters, name) for _, module in modules for name in module._parameters]
-        self._find_buffers()
+        """Look at the model's parameters and buffers again where they are other objects than before."""
+        buffers = list(map(id, chain.from_iterable(map(dict.values, self._buffer_tables))))
+        if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
+            self._buffers = buffers
+            self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        first = next(self.model.parameters(), None)
+        if first is not self._first_parameter:
+            self._first_parameter = first
+            self._storages.clear()
 
-    def _find_buffers(self) -> None:
-        """Those that each stage may read or change; of a stage that never runs again, those that others read.
-
-        Steps under way keep to those that their forward has found.
-        """
+    def _environments_by_stage(self) -> dict[int, Environment]:
+        """Of a stage that is never recomputed, what it has in common with others."""
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
-        of_units = {place.key: place for modules in inside.values() for place in places_in(modules)}
-        named = [place for place in of_units.values() if any(names(each, place.name) for _, each in self._outside)]
         taped = {id(module) for k in self.program.taped for _, module in inside[k]}
+        counts: dict[str, int] = {}
+        found = {}
         for k, modules in inside.items():
-            swap = not any(is_compiled(module) for _, module in self._modules[k])
-            outside, shared = (self._outside, named) if taped else ([], [])
-            if k not in self.program.taped:
-                shared = [*shared, *places_in((path, module) for path, module in modules if id(module) in taped)]
-                modules = []
-            self._buffers[k] = StageBuffers(modules, outside, shared, self._changes, swap=swap)
+            is_taped = k in self.program.taped
+            own = [(path, module) for path, module in modules if is_taped or id(module) in taped]
+            beside = self._outside if taped else ()
+            found[k] = Environment(own, beside, counts, exchanges=self.can_be_watched(k))
+        return found
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
         """All modules inside a stage's units; those outside of any unit count for every stage."""
@@ -154,16 +133,25 @@ class Machine:
         return self.layout.names[k - 1] if k else "the model's input"
 
     def parameters_of(self, k: int) -> list[nn.Parameter]:
-        """The parameters of stage k."""
-        return self._parameters[k]
+        """The parameters of stage k, as they are now."""
+        return [p for p in chain.from_iterable(map(dict.values, self._parameter_tables[k])) if p is not None]
 
-    def places_of(self, k: int) -> list[tuple[dict[str, Any], str]]:
-        """Where the parameters of stage k are registered: each table with a name in it."""
-        return self._places[k]
+    def environment_of(self, k: int) -> Environment:
+        """What stage k may read or change besides its inputs."""
+        return self._environments[k]
 
-    def buffers_of(self, k: int) -> StageBuffers:
-        """The buffers that stage k may read or change."""
-        return self._buffers[k]
+    def can_be_watched(self, k: int) -> bool:
+        """Whether the operations of stage k can be seen without changing what it does: not those of compiled code."""
+        return k not in self._compiled
+
+    def buffers_among(self, helds: Iterable[Held]) -> list[tuple[str, torch.Tensor, int]]:
+        """The buffers of the model among the tensors that a tape holds: with names, and versions when it read them."""
+        found = []
+        for held in helds:
+            name = self._buffer_names.get(id(held.tensor))
+            if name is not None and not isinstance(held.tensor, nn.Parameter):
+                found.append((name, held.tensor, held.version))
+        return found
 
     def storages_of(self, k: int) -> set[int]:
         """The addresses of the storages of stage k's parameters and buffers.
@@ -209,53 +197,14 @@ class Machine:
 
     # Random numbers
 
-    def probes_all_generators(self, k: int) -> bool:
-        """Whether Python's and numpy's generators are looked at too: in a stage's first run ever, and where used.
+    def watch_of(self, k: int) -> GeneratorWatch:
+        """What notices generators that are set between the calls of stage k."""
+        return GeneratorWatch(self.generators, reads_all=self._sets_generators or k not in self._probed)
 
-        Once one stage has drawn from them, all are looked at: another may do so in some steps only.
-        """
-        return self._draws_others or k not in self._probed
-
-    def watch_of(self, k: int) -> GeneratorWatch | None:
-        """What notices generators that are set between the calls of stage k: when it first runs, and where some are."""
-        return GeneratorWatch(self.generators) if k in self._setting or k not in self._probed else None
-
-    def random_start(self, k: int, before: State, *, sets_generators: bool) -> State:
-        """The state from which stage k starts when it runs again.
-
-        Also where the generators are afterwards as they were before: a submodule that draws may put them back itself.
-        """
+    def note_generators(self, k: int, *, are_set: bool) -> None:
+        """Stage k has run, and its code between calls was seen to set generators or not."""
         self._probed.add(k)
-        if sets_generators:
-            self._setting.add(k)
-            self._draws_others = True
-        elif before.others is not None and not self._draws_others:
-            self._draws_others = self.generators.others_drawn_since(before)
-            if not self._draws_others:
-                before.others = None
-        return before
-
-    @contextmanager
-    def noticing_draws(self, step: Drawing) -> Iterator[None]:
-        """Run a forward, and notice where it draws from Python's or numpy's generator while nobody looks at them.
-
-        In the first forward each stage is looked at: what is seen then is that a stage draws that never runs again.
-        """
-        if self._draws_others or not self.program.taped:
-            yield
-            return
-        is_first, before = not self.program.taped <= self._probed, self.generators.others()
-        yield
-        if not self._draws_others and self.generators.have_moved(before):
-            self._draws_others = True
-            step.draws_unnoticed = not is_first
-
-    def unknown_numbers(self, k: int) -> ExecutionError:
-        """Why stage k of such a step cannot be run again."""
-        return ExecutionError(
-            f"stage {self.stage_name(k)!r} cannot be run again: this step's forward draws from Python's or numpy's "
-            "generator, and none before did; run the step once more"
-        )
+        self._sets_generators |= are_set
 
     # Threads
 

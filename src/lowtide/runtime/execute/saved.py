@@ -20,7 +20,7 @@ import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.replay.endings import EndOfRunError
-from lowtide.runtime.replay.tape import version_of
+from lowtide.runtime.state.environment import version_of
 
 
 class Opener(Protocol):

@@ -8,7 +8,7 @@ import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.execute.saved import Placeholder, Placeholders
-from lowtide.runtime.replay.tape import version_of
+from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.transfer.cargo import Box, Cargo, Tier, View
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, SampleError, shown
+from lowtide.progress import DelayedProgress
 from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.execute.checks import Checks
@@ -60,7 +61,7 @@ def fit(
     slots: int | None = None,
     strict: bool = False,
     spot_checks: bool = True,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Callable[[str, float], None] | bool | None = None,
 ) -> Plan:
     """Make a model train within a memory budget: measure its stages, solve for the fastest schedule, attach it.
 
@@ -89,7 +90,8 @@ def fit(
         slots: into how many slots strategies divide memory, if they do.
         strict: compare everything that a recomputation saves with the first run, byte by byte; slow.
         spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
-        progress: called with the current task and the share done, 0 to 1.
+        progress: called with the current task and the share done, 0 to 1. True: show a bar; False: do not; None: show
+            one on a terminal, where planning takes more than 2 seconds.
 
     Returns:
         The plan; print it to see what it will do.
@@ -107,8 +109,10 @@ def fit(
     check_is_model(model)
     check_arguments(model, stages, loss)
     check_has_data(model)
-    if progress is not None and not callable(progress):
-        raise PlanError(f"progress is {shown(progress)}, expected a function of the current task and the share done")
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise PlanError(
+            f"progress is {shown(progress)}, expected True, False or a function of the current task and the share done"
+        )
     if strategy != AUTO:
         find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
@@ -127,12 +131,19 @@ def fit(
         keeps_result=keeps_result,
         slots=slots,
         checks=Checks.of(strict=strict, spot_checks=spot_checks),
-        progress=progress,
+        progress=progress if callable(progress) else None,
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
     )
-    planner = _Fitting(model, settings)
     called = Sample.of(sample_from(model, sample))
+    if settings.progress is None and (not is_distributed() or is_first()):
+        with DelayedProgress(enabled=progress is not False, always=progress is True) as shown_progress:
+            return _attached(model, called, replace(settings, progress=shown_progress), replan=replan)
+    return _attached(model, called, settings, replan=replan)
+
+
+def _attached(model: nn.Module, called: Sample, settings: Settings, *, replan: bool) -> Plan:
+    planner = _Fitting(model, settings)
     if not is_distributed():
         return Plan(model, planner.part(called), planner, replan=replan)
     return _shared(planner, called, model)

@@ -43,7 +43,7 @@ def sample_from(model: nn.Module, sample: Any) -> Any:
 def largest_batch_of(loader: DataLoader[Any]) -> Any:
     """The largest of a loader's first batches, by bytes; no generator moves, neither the loader's own nor another."""
     generators = Generators(set(), _generators_of(loader))
-    with generators.replayed(generators.state(everything=True)):
+    with generators.replayed(generators.state()):
         batches = list(itertools.islice(_batches(loader), _NUM_LOOKED_AT))
     if not batches:
         raise CaptureError("the DataLoader that was given as a sample has no batch; give one that does, or a batch")

@@ -17,7 +17,7 @@ from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, opt
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.state.lists import StageLists, is_settings
+from lowtide.runtime.state.cells import Cells, is_settings
 from lowtide.runtime.state.preserve import preserved
 
 # Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
@@ -76,8 +76,7 @@ def rehearse(
     let_go(device)
     set_aside_bytes = _gradient_bytes(model)
     state = _state_to_come(model, step.optimizer)
-    lists = StageLists(model.modules())
-    found = lists.before()
+    found = Cells(model.named_modules()).look()
     with preserved(model), torch.enable_grad():
         holder[0].install(call)
         try:
@@ -95,7 +94,7 @@ def rehearse(
                         holder.append(execution_for())
                         holder[0].install(call)
                         meter.reset_peak()
-                    lists.put_back(found)
+                    found.restore_sequences()
                     _set_gradients(model, resident=step.grads_resident)
                     _run(model, step)
                     is_less = sum(now.values()) < sum(carried.values())
@@ -103,7 +102,7 @@ def rehearse(
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin = _now(device)
             for _ in range(num_more):
-                lists.put_back(found)  # as a training loop clears them
+                found.restore_sequences()  # as a training loop clears them
                 _set_gradients(model, resident=step.grads_resident)
                 _run(model, step)
             seconds = (_now(device) - begin) / max(1, num_more)

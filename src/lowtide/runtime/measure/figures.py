@@ -31,7 +31,6 @@ from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.endings import EndOfRunError, saves_last_before_a_product
-from lowtide.runtime.state.lists import StageLists
 
 # Stages of one kind that hold less than this share of the bytes have no variants.
 _LEAST_SHARE = 0.01
@@ -116,7 +115,6 @@ class Measurer:
         self._staged = staged
         self._keeps_result = keeps_result
         self._device = device
-        self._lists = StageLists(staged.model.modules())
         self._names = {id(parameter): name for name, parameter in staged.model.named_parameters()}
 
     def measured(self, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
@@ -206,15 +204,17 @@ class Measurer:
         staged, saved = self._staged, list[SavedForm]()
         # Under a meter, as the first run was: some functions (ctc_loss) save other tensors while they are watched.
         metered = Meter(self._device, search=False)
-        with metered, nothing_saved(saved), self._lists.protected(self._lists.before()):
+        with metered, nothing_saved(saved):
+            found = staged.look(k)
             outputs = staged.run(k, staged.leaves(k, inputs))
             if k == staged.num_stages:
                 staged.check_target(staged.finish(outputs)[1])
+            found.restore_sequences()
         staged.check_saved(k, saved)
         return [tensor.detach() for tensor in outputs[: len(staged.stage(k).outputs)]]
 
     def _forward(self, k: int, leaves: Sequence[torch.Tensor]) -> _Run:
-        found = self._lists.before()
+        found = self._staged.look(k)
         try:
             outputs = self._staged.run(k, leaves, repeat_random=False)
             if k < self._staged.num_stages:
@@ -224,7 +224,7 @@ class Measurer:
                 starts = [tensor for tensor in target if tensor.requires_grad]
                 run = _Run(outputs, result, starts, []) if self._keeps_result else _Run([], None, starts, [])
         finally:
-            left = self._lists.put_back(found)  # a graph that stayed there would count in the next run
+            left = found.restore_sequences()  # a graph that stayed there would count in the next run
         run.left = left
         return run
 

@@ -1,4 +1,4 @@
-"""A recorded forward whose stages are run one by one, each from its real input, without keeping the others' data."""
+"""Runs the stages of a recorded forward one by one, each from its real input, without keeping the others' data."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lowtide.runtime.model.containers import Held, Slot, build, template, tensor
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.replay import RecordedStage, Recording
+from lowtide.runtime.state.cells import Look
 from lowtide.runtime.state.recorded import RecordedState
 from lowtide.runtime.state.rng import Generators, State
 
@@ -23,7 +24,7 @@ SavedForm = tuple[torch.Size, torch.dtype]  # the form of one tensor that autogr
 
 
 class UnfaithfulStageError(CaptureError):
-    """A stage that does something else when it runs again; `stage` counts from 1."""
+    """A stage does something else when it is recomputed; `stage` counts from 1."""
 
     def __init__(self, message: str, *, stage: int) -> None:
         super().__init__(message)
@@ -31,10 +32,10 @@ class UnfaithfulStageError(CaptureError):
 
 
 class StagedModel:
-    """One forward of a model, recorded; its stages can be run again in order.
+    """One recorded forward of a model, whose stages can be recomputed in order.
 
     Nothing that autograd saves is kept while recording, so a model whose plain step does not fit can be recorded. Where
-    backward needs it all the same, the stage is run again.
+    backward needs it all the same, the stage is recomputed.
 
     Args:
         model: the model.
@@ -69,7 +70,7 @@ class StagedModel:
         """Run the model; returns where backward starts, with its graph.
 
         With a meter, the peak of each stage is noted as the model's own code makes it, whose variables live longer than
-        a stage that is run again needs them; the last stage then keeps what it saves, as it always does.
+        a stage that is recomputed needs them; the last stage then keeps what it saves, as it always does.
         """
         self._meter = meter
         recording = Recording(self.model, self.split, on_stage=self._begin)
@@ -79,6 +80,7 @@ class StagedModel:
             target = self.target(result)
             self._note_peak()
         self._state.end(self.num_stages)
+        self._state.finish()
         self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
@@ -99,7 +101,7 @@ class StagedModel:
             self._state.end(k - 1)
         self._stage = k
         self._state.begin(k)
-        self._random.append(self._generators.state(everything=True))
+        self._random.append(self._generators.state())
         if self._meter is not None:
             self._meter.reset_peak()
             self._start_bytes = self._meter.live_bytes
@@ -123,7 +125,7 @@ class StagedModel:
         return self._saved_again[k][index]
 
     def _run_for_backward(self, k: int) -> list[torch.Tensor]:
-        """What stage k saves when it runs again."""
+        """What stage k saves when it is recomputed."""
         while len(self._inputs) < k:
             done = len(self._inputs)
             previous = self.run(done, self.leaves(done, self._inputs[-1])) if done else self.first_inputs()
@@ -164,13 +166,17 @@ class StagedModel:
         """The buffers of stage k's units."""
         return self._state.of_units(k)
 
+    def look(self, k: int) -> Look:
+        """What the modules of stage k keep now."""
+        return self._state.look(k)
+
     def has_drawn(self, k: int) -> bool:
-        """Whether the generators are other than when stage k began: asked after a run of it."""
+        """Whether the generators have changed since stage k began; asked after it has run."""
         return self._generators.drawn_since(self._random[k - 1])
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of torch's generators now."""
-        return self._generators.state(everything=False).of_torch
+        return self._generators.state().of_torch
 
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""
@@ -227,26 +233,26 @@ class StagedModel:
         return len(self._saved[k])
 
     def check_saved(self, k: int, saved: list[SavedForm]) -> None:
-        """Refuse a stage that saved something else when it ran again."""
+        """Refuse a stage that saved something else when it was recomputed."""
         if saved == self._saved[k]:
             return
         name = self.split.stages[k - 1].name
         raise UnfaithfulStageError(
-            f"stage {name!r} saved {len(saved)} tensors when it ran again and {len(self._saved[k])} the first time, or "
-            "others: some of its work goes past torch's functions; name coarser stages by hand (stages=...)",
+            f"stage {name!r} saved {len(saved)} tensors when recomputed and {len(self._saved[k])} the first time, or "
+            "different ones: some of its work bypasses torch's functions; name coarser stages (stages=...)",
             stage=k,
         )
 
     def check_target(self, target: Sequence[torch.Tensor]) -> None:
-        """Refuse stages that together give another result than the model did."""
+        """Refuse stages that together give a different result than the model."""
         for first, again in zip(self.first_target, target, strict=True):
             # the same kernels on the same numbers: equal but for sums whose order is left open
             tolerance = 64 * torch.finfo(first.dtype).eps
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
-                    "running the stages one after the other gives another result than the model itself; does a module "
-                    "keep something that changes with each call, beside buffers and numbers"
-                    f"{self._about_buffers()}? Else name coarser stages (stages=...)"
+                    "running the stages one after the other gives a different result than the model itself; does a "
+                    "module keep something that changes with each call, besides buffers and numbers"
+                    f"{self._about_buffers()}? Otherwise name coarser stages (stages=...)"
                 )
 
     def _about_buffers(self) -> str:
@@ -255,12 +261,12 @@ class StagedModel:
         if not changing:
             return ""
         shown = ", ".join(map(repr, changing[:3])) + (", ..." if len(changing) > 3 else "")
-        return f", or read another's buffer by a name that is put together (the forward changes {shown})"
+        return f", or read another module's buffer by a computed name (the forward changes {shown})"
 
 
 @contextmanager
 def nothing_saved(saved: list[SavedForm]) -> Iterator[None]:
-    """Let go of everything that autograd saves in the block, and list it."""
+    """Free everything that autograd saves in the block, and list it."""
 
     def pack(tensor: torch.Tensor) -> None:
         saved.append((tensor.shape, tensor.dtype))
@@ -303,12 +309,12 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cannot_unpack(_: Any) -> torch.Tensor:
-    raise CaptureError("the model's forward runs a backward of its own; that cannot be measured in stages")
+    raise CaptureError("the model's forward calls backward itself; that cannot be measured in stages")
 
 
 def _the_loss(value: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
-        raise CaptureError(f"loss= returned {type(value).__name__}; it must return a tensor from which gradients flow")
+        raise CaptureError(f"loss= returned {type(value).__name__}; it must return a tensor that has gradients")
     return value
 
 

@@ -124,8 +124,8 @@ def build(form: Any, values: Sequence[Any]) -> Any:
     return form
 
 
-def parts(form: Any, kind: type) -> Iterator[Any]:
-    """All slots, or all held tensors, of a template."""
+def parts(form: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+    """All slots, all held tensors, or all objects of other kinds in a template."""
     if isinstance(form, kind):
         yield form
     elif isinstance(form, _Sequence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import warnings
 from collections import OrderedDict
@@ -210,7 +211,13 @@ class Plan:
             counters.moved_bytes / steps,
         )
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
+        trace = None
+        if self.chain is not None:
+            trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
         text = plan_text(
             type(self.model).__name__,
             self.schedule,
@@ -219,10 +226,10 @@ class Plan:
             self.memory_budget,
             self.stats(),
             self.notes,
+            trace,
         )
-        if self.chain is None:
+        if trace is None:
             return text
-        trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
         return f"{text}\n\n{chart_text(trace, memory_budget=self.memory_budget)}"
 
     def report(
@@ -305,8 +312,8 @@ class Plan:
             return plain(*args, **kwargs)
         if torch._C._are_functorch_transforms_active():
             raise ExecutionError(
-                "the model is called inside a transform of torch.func (grad, vmap, ...), where no saved tensor can be "
-                "let go; detach the plan for such calls (plan.detach())"
+                "the model is called inside a transform of torch.func (grad, vmap, ...), where saved tensors cannot be "
+                "freed; call plan.detach() before such calls"
             )
         self._check_parameters()
         self._check_peak(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
@@ -9,7 +10,12 @@ from typing import Protocol
 from lowtide.chain import Chain
 from lowtide.runtime.model.split import Split
 from lowtide.schedule import Backward, Forward, Offload, Schedule
+from lowtide.simulate import simulate
+from lowtide.trace import CATEGORIES, Trace
 from lowtide.units import format_bytes, format_seconds
+
+_WIDTH = 100
+_INDENT = " " * 13
 
 
 class Figures(Protocol):
@@ -52,6 +58,7 @@ def plan_text(
     memory_budget: int | None,
     stats: Figures,
     notes: Iterable[str],
+    trace: Trace | None = None,
 ) -> str:
     """What a plan will do, what it predicts, and what was measured."""
     lines = [f"lowtide plan for {model}: strategy {schedule.strategy!r}, {split.num_stages} stages"]
@@ -59,17 +66,51 @@ def plan_text(
         lines.append(f"  budget     {format_bytes(memory_budget)}")
     predicted = schedule.predicted
     if predicted is not None:
-        time = f"  predicted  {format_seconds(predicted.seconds)} a step (forward and backward)"
-        if chain is not None and chain.compute_seconds:
-            time += f", {predicted.seconds / chain.compute_seconds:.2f} x plain"
-        lines.append(f"{time}, peak {format_bytes(predicted.peak_bytes)}")
+        figures = _figures(predicted.seconds, predicted.peak_bytes)
+        lines.append(f"  predicted  {figures}{_beside(predicted.seconds, chain)}")
+    if chain is not None:
+        plain = simulate(chain, _plain(chain))
+        lines.append(f"  plain      {_figures(plain.seconds, plain.peak_bytes)}, everything stored")
+    if trace is not None and chain is not None:
+        lines.append(f"  at peak    {_breakdown(trace, chain)}")
     measured = _figures(stats.measured_seconds, stats.measured_peak_bytes)
     if measured:
         lines.append(f"  measured   {measured} ({_when(stats.num_steps)})")
     lines += _what_happens(schedule, split)
     lines += _variants(schedule, split, chain)
     lines += [f"  note       {note}" for note in notes]
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=_INDENT, break_on_hyphens=False) for line in lines)
+
+
+def _beside(seconds: float, chain: Chain | None) -> str:
+    plain = 0.0 if chain is None else chain.compute_seconds
+    return f", {seconds / plain:.2f} x plain" if plain else ""
+
+
+def _plain(chain: Chain) -> Schedule:
+    stages = range(1, chain.num_stages + 1)
+    return Schedule("store-all", (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))))
+
+
+def _breakdown(trace: Trace, chain: Chain) -> str:
+    """What fills the memory when it is fullest."""
+    fullest = max(trace.steps, key=lambda step: step.peak_bytes)
+    by_name = dict(zip(CATEGORIES, fullest.peak_by_category, strict=True))
+    weights = sum(stage.weight_bytes for stage in chain.stages)
+    state = sum(stage.optimizer_bytes for stage in chain.stages)
+    other = by_name.pop("base") + by_name.pop("weights") - weights - state  # a schedule of activations moves neither
+    gradients = by_name.pop("gradients")
+    activations = sum(by_name.values())
+    workspace = fullest.peak_bytes - weights - state - gradients - other - activations
+    parts = {
+        "weights": weights,
+        "optimizer": state,
+        "gradients": gradients,
+        "activations": activations,
+        "workspace": workspace,
+        "other": other,
+    }
+    return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
 
 
 def stats_text(stats: Figures) -> str:

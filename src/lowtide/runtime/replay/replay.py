@@ -1,4 +1,4 @@
-"""Record one forward of a model stage by stage, and run each stage again from its input.
+"""Records one forward of a model stage by stage, and recomputes each stage from its input.
 
     with Recording(model, split) as recording:
         output = model(x)
@@ -24,7 +24,7 @@ from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import Layout, StagedForward
 from lowtide.runtime.replay.tape import Tape
-from lowtide.runtime.state.buffers import is_buffer_of
+from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
 
@@ -68,7 +68,7 @@ class RecordedStage:
 
     @property
     def refusal(self) -> str | None:
-        """Why the stage cannot be run again, where it cannot."""
+        """Why the stage cannot be recomputed; None if it can."""
         return self._tape.refusal
 
     @property
@@ -82,11 +82,11 @@ class RecordedStage:
         return [held.origin for held in self._tape.held]
 
     def may_end_in(self, frame: FrameType) -> bool:
-        """Whether a run of it can be ended in a frame, without anything left undone that anybody could miss."""
+        """Whether a run of it can be ended in a frame without leaving anything undone."""
         return self._tape.may_end_in(frame)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the stage again: `inputs` as in `self.inputs`, the result as in `self.outputs`.
+        """Recompute the stage: `inputs` as in `self.inputs`, the result as in `self.outputs`.
 
         Random numbers and buffers are not looked after here: the caller does, where it matters.
         """
@@ -193,7 +193,7 @@ class _RecordedForward(StagedForward):
         return result
 
     def watch_of(self, k: int) -> GeneratorWatch:
-        return GeneratorWatch(self._generators)
+        return GeneratorWatch(self._generators, reads_all=True)
 
     def _find_held(self, result: Any) -> None:
         """Find what others than the next stage read."""

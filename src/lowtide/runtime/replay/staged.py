@@ -88,7 +88,7 @@ class StagedForward:
         taped: the stages to record.
         is_state: whether a tensor is a buffer of the model.
         watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
-        functions: what to call between units in the place of functions of torch, in stages that are recorded or
+        functions: what to call between units instead of torch functions, in stages that are recorded or
             watched.
     """
 
@@ -133,7 +133,7 @@ class StagedForward:
             self.tape = self.tapes[k] = Tape(k, name, self.ledger, self.is_state, self.watch_of(k))
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
-        """What notices generators that are set between the calls of stage k, which is about to run; None: nobody."""
+        """What notices generators that are set between the calls of stage k, which is about to run; None: nothing."""
         return None
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What one stage did, so that it can be run again from another input.
+"""Records what one stage did, so that it can be recomputed from another input.
 
 A tape lists the calls of a stage in order: its units, and the functions of torch that the code between them called. A
 tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots.
@@ -7,7 +7,9 @@ Whatever else it reads (parameters, masks, tensors held for the whole chain) is 
 
 from __future__ import annotations
 
+import random
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,12 +17,14 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
 from lowtide.runtime.replay.endings import follows_nothing, is_harmless
-from lowtide.runtime.state.rng import GeneratorWatch, State
+from lowtide.runtime.state.environment import version_of
+from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Kernels, Surroundings
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -59,7 +63,7 @@ class Ledger:
         return entry[1]
 
     def alive(self, stage: int) -> dict[int, torch.Tensor]:
-        """The tensors of a stage that somebody still holds, by number; one that has several has the last."""
+        """The tensors of a stage that are still alive, by number; one that has several has the last."""
         found: dict[int, torch.Tensor] = {}
         for number, reference in enumerate(self._made.get(stage, ())):
             tensor = reference()
@@ -110,7 +114,7 @@ class TapedCall:
         self.dead: list[int] = []
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
-        self.drawn_from: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.drawn_from: list[tuple[Source, Any]] = []
         """The generators that were handed to the call, and their states."""
 
 
@@ -145,12 +149,14 @@ class Tape:
         self.held: list[Held] = []
         self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
         self.refusal: str | None = None
-        """Why the stage cannot be run again, where it cannot."""
+        """Why the stage cannot be recomputed; None if it can."""
         self.outputs: tuple[int, ...] = ()
         """The numbers of the tensors that a run returns."""
         self.on_input: Callable[[int, torch.Tensor], None] | None = None
         """Called while recording with each tensor of the previous stage that the stage turns out to read."""
         self._made: dict[int, int] = {}
+        self._in_numpy: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Tensors whose memory was handed to numpy, which counts no version, and what they held then."""
         self._num_slots = 0
         self._position = 0  # of the call that runs
         self._outputs: list[int] = []
@@ -177,8 +183,6 @@ class Tape:
         """Run a call and put it on the tape."""
         training = module is not None and module.training
         surroundings, kernels = Surroundings.now(), Kernels.now()
-        handed = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        drawn_from = [(generator, generator.get_state()) for generator in handed]
         if self._watch is not None:
             self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
@@ -187,7 +191,10 @@ class Tape:
         else:
             forms = [template(value, partial(self._encode, read)) for value in args]
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
+        drawn_from = [(source, source.state()) for source in _sources_in((*forms, *keyword_forms.values()))]
         result = call(*args, **kwargs)
+        if name in _TO_NUMPY and isinstance(args[0], torch.Tensor):
+            self._in_numpy[id(args[0])] = weakref.ref(args[0]), _checksum(args[0])
         if self._watch is not None:
             self._watch.after_call()
         changes = False
@@ -208,9 +215,11 @@ class Tape:
         return result
 
     def _encode(self, read: list[tuple[torch.Tensor, int]], tensor: torch.Tensor) -> Slot | Held:
-        """What stands for a tensor that is handed to a call; the tensor and its version are added to `read`."""
+        """What represents a tensor passed to a call; the tensor and its version are added to `read`."""
         assert self._ledger is not None
         read.append((tensor, version_of(tensor)))
+        if self._in_numpy:
+            self._check_numpy(tensor)
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
@@ -243,7 +252,7 @@ class Tape:
         return self._num_slots - 1
 
     def _note_change(self, tensor: torch.Tensor, name: str) -> None:
-        """Writing into its own tensors is repeated when the stage runs again; writing into another's cannot be."""
+        """Note a write: into the stage's own tensors it is repeated in recomputation, into others' it cannot be."""
         assert self._ledger is not None
         found = self._ledger.find(tensor)
         if (found is not None and found[0] == self.stage) or self._is_state(tensor):
@@ -252,6 +261,12 @@ class Tape:
             self._refuse(f"a tensor of shape {list(tensor.shape)} that is not its own", name)
         else:
             self._refuse("its input" if found[0] == self.stage - 1 else "an earlier stage's tensor", name)
+
+    def _check_numpy(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that was written to through numpy: no tape can repeat that."""
+        known = self._in_numpy.get(id(tensor))
+        if known is not None and known[0]() is tensor and _checksum(tensor) != known[1]:
+            self._refuse(f"a tensor of shape {list(tensor.shape)}", "through numpy")
 
     def _refuse(self, what: str, name: str) -> None:
         self.refusal = (
@@ -268,6 +283,10 @@ class Tape:
 
     def end(self) -> None:
         """The stage has ended; what follows belongs to the next one."""
+        for reference, _ in self._in_numpy.values():
+            tensor = reference()
+            if tensor is not None:
+                self._check_numpy(tensor)
         if self._watch is not None:
             self._watch.before_call()  # a generator may have been set after the last call, too
 
@@ -277,7 +296,7 @@ class Tape:
         self._is_ready = False
 
     def _get_ready(self) -> None:
-        """Find out when each slot can be let go; before the first run, since many tapes are finished twice."""
+        """Find out when each slot can be freed; before the first run, since many tapes are finished twice."""
         self._is_ready = True
         self._outputs = [self._made[number] for number in self.outputs]
         if len(self.calls) == 1:
@@ -297,11 +316,12 @@ class Tape:
         self._ledger = None
         self.on_input = None
         self._held_of.clear()
+        self._in_numpy.clear()
 
     # Running
 
     def run(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Run the stage again.
+        """Recompute the stage.
 
         Args:
             inputs: the previous stage's tensors by number; those that the stage reads must be there.
@@ -321,7 +341,7 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
-        handed = [generator for entry in self.calls for generator, _ in entry.drawn_from]
+        handed = [source for entry in self.calls for source, _ in entry.drawn_from]
         with _left_as_they_are(handed) if handed else nullcontext():
             for position, entry in enumerate(self.calls):
                 self._position = position
@@ -329,7 +349,7 @@ class Tape:
         return [values[slot] for slot in self._outputs]
 
     def may_end_in(self, frame: FrameType) -> bool:
-        """Whether the run under way can be ended in a frame, without anything left undone that anybody could miss."""
+        """Whether the current run can be ended in a frame without leaving anything undone."""
         rest = self.calls[self._position + 1 :]
         is_harmless_rest = all(
             _is_of_torch(entry.call) if (m := entry.module) is None else is_harmless(m) for entry in rest
@@ -337,7 +357,7 @@ class Tape:
         return is_harmless_rest and follows_nothing(frame, _RUN_CALL)
 
     def check_held(self) -> None:
-        """Refuse to go on where a tensor that the stage reads was changed since."""
+        """Refuse if a tensor that the stage reads was changed since."""
         for held in self.held:
             if version_of(held.tensor) != held.version and not self._is_state(held.tensor):
                 raise ExecutionError(
@@ -355,8 +375,8 @@ class Tape:
         kwargs = {key: build(form, values) for key, form in entry.kwargs.items()}
         if entry.random is not None and self._watch is not None:
             self._watch.generators.set(entry.random)
-        for generator, state in entry.drawn_from:
-            generator.set_state(state)
+        for source, state in entry.drawn_from:
+            source.set(state)
         if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
             result = entry.call(*args, **kwargs)
         else:
@@ -383,15 +403,34 @@ def _is_of_torch(function: Any) -> bool:
     return not isinstance(function, partial)
 
 
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _sources_in(forms: Iterable[Any]) -> list[Source]:
+    """The generators among the arguments of a call, nested ones too."""
+    found = (value for form in forms if type(form) not in _NO_GENERATORS for value in parts(form, _GENERATORS))
+    return [source for value in found if (source := Source.of(value)) is not None]
+
+
+_NO_GENERATORS = frozenset({Slot, Held, type(None), bool, int, float, str})
+
+
 @contextmanager
-def _left_as_they_are(generators: Iterable[torch.Generator]) -> Iterator[None]:
+def _left_as_they_are(sources: Iterable[Source]) -> Iterator[None]:
     """Put back, after the block, the states of generators that calls were handed."""
-    states = [(generator, generator.get_state()) for generator in generators]
+    states = [(source, source.state()) for source in sources]
     try:
         yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        for source, state in states:
+            source.set(state)
+
+
+_TO_NUMPY = frozenset({"numpy", "__array__"})
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().numpy(force=True).tobytes())
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -399,14 +438,6 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad_fn is None:
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written to in place, as autograd counts it."""
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors are not counted; asking them first would cost as much again
-        return 0
 
 
 _version = attrgetter("_version")

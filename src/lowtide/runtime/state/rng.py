@@ -1,31 +1,56 @@
-"""Random numbers: a stage that drew some draws the same ones when it runs again, and nobody else notices; the same
+"""Random numbers: a recomputed stage draws the same ones as in its first run, and nothing else is affected; the same
 holds for measuring and trial steps.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
-from typing import Any, NamedTuple
+from operator import is_, methodcaller
+from typing import Any
 
 import numpy
 import torch
 
+Glance = Callable[[], Any]
 
-class _Other(NamedTuple):
-    """A generator that is not torch's, by how its state is read and set."""
 
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
+class Source:
+    """A generator, by how its state is read and set.
+
+    Args:
+        get: reads its state.
+        set: sets it.
+        glance: tells in much less time than `get` whether it has moved; None: nothing does.
+        sees_all: whether `glance` sees every draw; else it serves until somebody is seen to draw in a stage.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], Any],
+        set: Callable[[Any], object],  # noqa: A002
+        glance: Glance | None = None,
+        *,
+        sees_all: bool = True,
+    ) -> None:
+        self._get = get
+        self._set = set
+        self._glance = glance
+        self._sees_all = sees_all
+        self._seen: Any = None
+        self._state: Any = None
 
     @classmethod
-    def of(cls, value: Any) -> _Other | None:
-        """One that a module keeps as an attribute; None: it is no such generator."""
+    def of(cls, value: Any) -> Source | None:
+        """A generator that a module keeps, or a call is handed; None: it is no generator."""
+        if isinstance(value, torch.Generator):
+            return cls(value.get_state, value.set_state)
         if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            return cls(value.getstate, value.setstate)
+            return cls(value.getstate, value.setstate, _glance_at_python(value))
         if isinstance(value, numpy.random.Generator):
             bits = value.bit_generator
             return cls(lambda: bits.state, lambda state: setattr(bits, "state", state))
@@ -33,9 +58,65 @@ class _Other(NamedTuple):
             return cls(partial(value.get_state, legacy=False), value.set_state)
         return None
 
+    def state(self) -> Any:
+        """What it is about to give: the same object as long as nothing was drawn."""
+        seen = None if self._glance is None else self._glance()
+        if seen is not None and seen == self._seen and self._state is not None:
+            return self._state
+        state = self._get()
+        if self._state is not None and _is_same(state, self._state):
+            state = self._state
+        self._seen, self._state = seen, state
+        return state
 
-_PYTHON = _Other(random.getstate, random.setstate)
-_NUMPY = _Other(partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
+    def is_drawn_from(self) -> None:
+        """A stage draws from it."""
+        if not self._sees_all:
+            self._glance = None
+
+    def set(self, state: Any) -> None:
+        """Make it give again what it was about to give."""
+        if self.state() is not state:
+            self._set(state)
+            self._seen, self._state = None if self._glance is None else self._glance(), state
+
+
+def _glance_at_python(generator: random.Random) -> Glance | None:
+    """Reads a few numbers in the generator's memory: how many were given out, and some of those that are at hand.
+
+    Not the first of these, which is the same after every seed.
+    """
+    start = id(generator) + object.__basicsize__
+    position, words = ctypes.c_int.from_address(start), _words_at(start + 2 * _WORD_BYTES)
+    state = generator.getstate()[1]
+    if (*words, position.value) != (*state[1:3], state[-1]):
+        return None  # another Python, which lays it out in another way
+    return lambda: (position.value, *words, generator.gauss_next)  # type: ignore[attr-defined]
+
+
+def _glance_at_numpy() -> Glance | None:
+    """The same of numpy's; the normal number that it keeps for the next time is not seen."""
+    bits = numpy.random.mtrand._rand._bit_generator
+    start, state = bits.ctypes.state_address, bits.state["state"]
+    position, words = ctypes.c_int.from_address(start + state["key"].nbytes), _words_at(start + _WORD_BYTES)
+    if (*words, position.value) != (*state["key"][1:3], state["pos"]):
+        return None
+    return lambda: (position.value, *words)
+
+
+_WORD_BYTES = ctypes.sizeof(ctypes.c_uint32)
+
+
+def _words_at(address: int) -> Any:
+    return (ctypes.c_uint32 * 2).from_address(address)
+
+
+_PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))
+_NUMPY = Source(
+    partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(), sees_all=False
+)
+
+_seed_of = methodcaller("initial_seed")
 
 
 class Generators:
@@ -44,15 +125,13 @@ class Generators:
     Args:
         devices: the devices of the model.
         own: what modules keep as attributes; the generators among it count.
-
-    Python's and numpy's generators take longer to read than torch's, and few models use them: they are looked at only
-    where `everything` is asked for.
     """
 
     def __init__(self, devices: set[torch.device], own: Iterable[Any]) -> None:
         unique = list({id(value): value for value in own}.values())
-        self._others = [_PYTHON, _NUMPY, *(found for value in unique if (found := _Other.of(value)) is not None)]
         self._torch = [torch.default_generator, *(value for value in unique if isinstance(value, torch.Generator))]
+        others = (Source.of(value) for value in unique if not isinstance(value, torch.Generator))
+        self._others = [_PYTHON, _NUMPY, *(source for source in others if source is not None)]
         indices = {device.index or 0 for device in devices if device.type == "cuda"}
         if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             indices = {torch.cuda.current_device()}  # a model without tensors runs where its input is
@@ -64,37 +143,32 @@ class Generators:
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         return cls(devices, (value for module in model.modules() for value in vars(module).values()))
 
-    def state(self, *, everything: bool) -> State:
+    def state(self) -> State:
         """What they are about to give."""
-        return State([generator.get_state() for generator in self._torch], self.others() if everything else None)
+        return State([generator.get_state() for generator in self._torch], [other.state() for other in self._others])
 
-    def others(self) -> list[Any]:
-        """The states of those that are not torch's."""
-        return [other.get() for other in self._others]
+    def contents(self) -> list[bytes]:
+        """The states of torch's generators, as bytes."""
+        return State([generator.get_state() for generator in self._torch], []).contents
+
+    def seeds(self) -> list[int]:
+        """The seeds of torch's generators, which are read in a twentieth of the time of their states."""
+        return list(map(_seed_of, self._torch))
+
+    def learn(self, before: State, after: State) -> None:
+        """Note from which of them a stage has drawn."""
+        for other, one, two in zip(self._others, before.others, after.others, strict=True):
+            if one is not two:
+                other.is_drawn_from()
 
     def drawn_since(self, before: State) -> bool:
         """Whether any of them was used since a state."""
-        return self.drawn_between(before, self.state(everything=False))
-
-    def drawn_between(self, before: State, now: State) -> bool:
-        """Whether any of them was used between a state and now."""
-        if now.contents != before.contents:
-            return True
-        return before.others is not None and self.others_drawn_since(before)
-
-    def others_drawn_since(self, before: State) -> bool:
-        """Whether one that is not torch's was used since a state that includes them."""
-        assert before.others is not None
-        return self.have_moved(before.others)
-
-    def have_moved(self, others: list[Any]) -> bool:
-        """Whether those that are not torch's are other than they were."""
-        return not all(_is_same(other.get(), state) for other, state in zip(self._others, others, strict=True))
+        return self.state() != before
 
     @contextmanager
     def replayed(self, state: State) -> Iterator[None]:
         """Run the block with the generators as in `state`, and leave them as they are."""
-        now = self.state(everything=state.others is not None)
+        now = self.state()
         self.set(state)
         try:
             yield
@@ -105,19 +179,25 @@ class Generators:
         """Make them give again what they were about to give."""
         for generator, value in zip(self._torch, state.of_torch, strict=True):
             generator.set_state(value)
-        if state.others is not None:
-            for other, value in zip(self._others, state.others, strict=True):
-                other.set(value)
+        for other, value in zip(self._others, state.others, strict=True):
+            other.set(value)
 
 
 class State:
-    """The states of all generators at one moment."""
+    """The states of all generators at one moment; two are equal if nothing was drawn."""
 
     __slots__ = ("of_torch", "others")
 
-    def __init__(self, of_torch: list[torch.Tensor], others: list[Any] | None) -> None:
+    def __init__(self, of_torch: list[torch.Tensor], others: list[Any]) -> None:
         self.of_torch = of_torch
         self.others = others
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, State):
+            return NotImplemented
+        return self.contents == other.contents and all(map(is_, self.others, other.others))
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def contents(self) -> list[bytes]:
@@ -131,6 +211,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, numpy.ndarray):
         return bool((one == other).all())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     return bool(one == other)
 
 
@@ -138,27 +220,32 @@ class GeneratorWatch:
     """Notices where the code between a stage's calls sets a generator (`torch.manual_seed`, `fork_rng`, `random.seed`).
 
     That code is not on a tape, so the call that comes next must find the generators as it did. Reading all of them at
-    every call takes longer than many calls do: a stage is watched when it runs for the first time, and later where that
-    has shown something.
+    every call takes longer than many calls do: it is done when a stage runs for the first time, and later where that
+    has shown something. Else seeds tell.
+
+    Args:
+        generators: all of them.
+        reads_all: whether all are read at every call.
     """
 
-    def __init__(self, generators: Generators) -> None:
+    def __init__(self, generators: Generators, *, reads_all: bool) -> None:
         self.generators = generators
         self.has_seen_one = False
         """Whether a generator was set in this run of the stage."""
-        self._left = generators.state(everything=True)
+        self._read: Callable[[], Any] = generators.state if reads_all else generators.seeds
+        self._left = self._read()
         self._set: State | None = None
 
     def before_call(self) -> None:
         """The stage is about to make a call."""
-        now = self.generators.state(everything=True)
-        if self.generators.drawn_between(self._left, now):
-            self._set = now
+        if self._read() != self._left:
+            self._set = self.generators.state()
             self.has_seen_one = True
+            self._read = self.generators.state  # the same seed may be set again
 
     def after_call(self) -> None:
         """A call has ended."""
-        self._left = self.generators.state(everything=True)
+        self._left = self._read()
 
     def take(self) -> State | None:
         """The state that the call on the tape must find; None: the one in which the call before it left them."""

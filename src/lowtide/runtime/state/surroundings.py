@@ -1,6 +1,6 @@
-"""What surrounds a computation besides its arguments: gradient mode, autocast, and the choice of kernels.
+"""What surrounds a computation besides its arguments: gradient mode, autocast, modes, and the choice of kernels.
 
-A stage that runs again in the backward pass must find these as its first run did, although by then the user's `with`
+A stage that is recomputed in backward must see these as in its first run, although by then the user's `with`
 blocks have ended. Random numbers are in `lowtide.runtime.state.rng`.
 """
 
@@ -8,26 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from lowtide.errors import ExecutionError
 
 _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 class Surroundings(NamedTuple):
-    """Gradient mode and autocast as they were at one moment; two are equal where nothing has changed."""
+    """Gradient mode, autocast and modes at one moment; two are equal if nothing has changed."""
 
     grad_enabled: bool
     autocast: tuple[torch.dtype | None, ...]
     """For each type of device the dtype, None where autocast is off."""
     autocast_cache: bool
+    modes: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    """The user's modes that see functions (`TorchFunctionMode`), and those that see operations, the outermost first."""
 
     @classmethod
     def now(cls) -> Surroundings:
         """As they are for this thread."""
+        if _len_torch_function_stack() or _len_torch_dispatch_stack():
+            return cls._under_autocast()._replace(modes=(_function_modes(), _dispatch_modes()))
         if not torch._C._is_any_autocast_enabled():
             return _WITHOUT_AUTOCAST[torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
+        return cls._under_autocast()
+
+    @classmethod
+    def _under_autocast(cls) -> Surroundings:
         autocast = tuple(
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
             for device_type in _DEVICE_TYPES
@@ -42,7 +60,67 @@ class Surroundings(NamedTuple):
             for device_type, dtype in zip(_DEVICE_TYPES, self.autocast, strict=True):
                 enabled = dtype is not None
                 stack.enter_context(torch.autocast(device_type, dtype, enabled, self.autocast_cache))
+            stack.enter_context(_modes_in_place(self.modes))
             yield
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """The modes that see functions; lowtide's own, which follows the code between units, is not one of the user's."""
+    stack = (_get_function_stack_at(index) for index in range(_len_torch_function_stack()))
+    return tuple(mode for mode in stack if not _is_ours(mode))
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    """The modes that see operations; those that only count or watch are lowtide's own."""
+    return tuple(mode for mode in _get_current_dispatch_mode_stack() if not _is_ours(mode))
+
+
+def _is_ours(mode: Any) -> bool:
+    return type(mode).__module__.startswith("lowtide.")
+
+
+@contextmanager
+def _modes_in_place(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None]:
+    """Run the block with these modes instead of the user's current ones."""
+    of_functions, of_operations = modes
+    if (_function_modes(), _dispatch_modes()) == modes:
+        yield
+        return
+    taken = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+    seen = _get_current_dispatch_mode_stack()
+    try:
+        _set_dispatch_modes([*of_operations, *filter(_is_ours, seen)])
+        for mode in (*of_functions, *filter(_is_ours, reversed(taken))):
+            _push_on_torch_function_stack(mode)
+        yield
+    finally:
+        while _len_torch_function_stack():
+            _pop_torch_function_stack()
+        for mode in reversed(taken):
+            _push_on_torch_function_stack(mode)
+        _set_dispatch_modes(seen)
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    while _get_current_dispatch_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+def refuse_saved_tensor_hooks() -> None:
+    """Refuse the user's hooks around a call: the plan's own hooks would replace them.
+
+    Raises:
+        ExecutionError: where there are some.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or (getattr(hooks[0], "__module__", None) or "").startswith("lowtide."):
+        return
+    raise ExecutionError(
+        "the model is called inside saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), which "
+        "would not see what autograd saves under a plan; call it outside them, or call plan.detach()"
+    )
 
 
 # Made once: they are asked for at every recorded call.
@@ -54,24 +132,31 @@ _WITHOUT_AUTOCAST = {
 
 
 class Kernels(NamedTuple):
-    """The process-wide switches that decide which kernel an operation takes."""
+    """The process-wide switches that decide which kernel an operation takes, and with which numbers."""
 
     cudnn: tuple[bool, bool, bool]
     attention: tuple[bool, bool, bool, bool]
+    deterministic: tuple[bool, bool]
+    mkldnn: bool
+    default_dtype: torch.dtype
 
     @classmethod
     def now(cls) -> Kernels:
         """As they are for this process."""
-        # What the properties of `torch.backends` read; asked once for each repeated stage, so without their detours.
+        # What the properties of `torch.backends` read; asked once for each recorded call, so without their detours.
         get = torch._C
-        attention = (
-            get._get_flash_sdp_enabled(),
-            get._get_mem_efficient_sdp_enabled(),
-            get._get_math_sdp_enabled(),
-            get._get_cudnn_sdp_enabled(),
+        return cls(
+            (get._get_cudnn_enabled(), get._get_cudnn_benchmark(), get._get_cudnn_deterministic()),
+            (
+                get._get_flash_sdp_enabled(),
+                get._get_mem_efficient_sdp_enabled(),
+                get._get_math_sdp_enabled(),
+                get._get_cudnn_sdp_enabled(),
+            ),
+            (get._get_deterministic_algorithms(), get._get_deterministic_algorithms_warn_only()),
+            get._get_mkldnn_enabled(),
+            torch.get_default_dtype(),
         )
-        cudnn = (get._get_cudnn_enabled(), get._get_cudnn_benchmark(), get._get_cudnn_deterministic())
-        return cls(cudnn, attention)
 
     def apply(self) -> None:
         """Set them."""
@@ -82,6 +167,9 @@ class Kernels(NamedTuple):
         cuda.enable_mem_efficient_sdp(efficient)
         cuda.enable_math_sdp(math)
         cuda.enable_cudnn_sdp(from_cudnn)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch._C._set_mkldnn_enabled(self.mkldnn)
+        torch.set_default_dtype(self.default_dtype)
 
     def applied(self) -> AbstractContextManager[None]:
         """Run the block with these switches; they are seldom others than now."""

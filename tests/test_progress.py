@@ -1,7 +1,7 @@
 import sys
 
-from lowtide.cli import progress
-from lowtide.cli.progress import DelayedProgress
+from lowtide import progress
+from lowtide.progress import DelayedProgress
 
 
 def pretend_a_terminal(monkeypatch):

@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on standard error, on a terminal only, from the third second on."""
+"""Progress of what takes long: a bar on standard error, by default on a terminal only, from the third second on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ _PATIENCE_SECONDS = 2.0
 class DelayedProgress:
     """A context to call with what is being done and the share done, 0 to 1.
 
+    Args:
+        enabled: False: show nothing.
+        always: show the bar where standard error is not a terminal, too: in a notebook.
+
     Example:
         with DelayedProgress() as progress:
             lowtide.solve(chain, memory_budget=budget, progress=progress)
     """
 
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled = enabled and sys.stderr.isatty()
+    def __init__(self, *, enabled: bool = True, always: bool = False) -> None:
+        self._enabled = enabled and (always or sys.stderr.isatty())
         self._lock = threading.Lock()
         self._bar: Any = None  # rich.progress.Progress, once it shows
         self._task: Any = None
