@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.accountant import account
 from tests.chains import SIZES, random_chain
 from tests.strategies.joint_brute_force import fastest_round
 
@@ -95,6 +96,8 @@ def test_it_keeps_the_budget_and_is_never_slower_than_activations_alone_or_weigh
         solution = joint(chain, budget, step_in_backward=step_in_backward)
         assert solution.peak_bytes <= budget
         assert solution.lower_bound_seconds <= solution.seconds
+        seconds, peak_bytes, _ = account(chain.to_dict(), solution.schedule.to_dict(), BANDWIDTH)
+        assert (seconds, peak_bytes) == (pytest.approx(solution.seconds), solution.peak_bytes)
         others = ["rotor", "pofo"]
         if step_in_backward and not chain.grads_resident:
             others.append("weights-greedy")

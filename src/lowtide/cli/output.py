@@ -77,9 +77,12 @@ def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def step_time(seconds: float, chain: Chain) -> str:
-    """The time of a step, and how it compares with plain training where that takes any."""
-    plain = chain.compute_seconds
+def step_time(seconds: float, chain: Chain, update_seconds: float = 0.0) -> str:
+    """The time of a step, and how it compares with plain training where that takes any.
+
+    `update_seconds` are those of the optimizer steps in it: plain training takes them, too.
+    """
+    plain = chain.compute_seconds + update_seconds
     return f"{format_seconds(seconds)} a step" + (f" ({seconds / plain:.3f} x store-all)" if plain else "")
 
 

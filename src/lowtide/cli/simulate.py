@@ -76,7 +76,7 @@ def _print(chain: Chain, schedule: Schedule, trace: Trace) -> None:
     pairs = [
         ("chain", f"{chain.name}, {chain.num_stages} stages"),
         ("schedule", f"{schedule.strategy}, {len(trace.steps)} operations"),
-        ("time", step_time(trace.seconds, chain)),
+        ("time", step_time(trace.seconds, chain, trace.update_seconds)),
         ("peak", f"{format_bytes(trace.peak_bytes)} ({trace.peak_bytes} bytes), at operation {peak}, {at}"),
         ("recomputed", f"{trace.num_recomputed} forwards"),
     ]

@@ -164,7 +164,7 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
     pairs = [
         ("chain", f"{chain.name}, {chain.num_stages} stages"),
         ("strategy", solution.strategy),
-        ("time", step_time(solution.seconds, chain)),
+        ("time", step_time(solution.seconds, chain, trace.update_seconds)),
         ("peak", f"{format_bytes(solution.peak_bytes)} of {format_bytes(solution.memory_budget)}"),
         ("recomputed", f"{trace.num_recomputed} forwards"),
     ]

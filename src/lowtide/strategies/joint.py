@@ -67,7 +67,7 @@ class Joint:
         >>> from lowtide import Chain, Stage, solve
         >>> stages = [Stage(str(k), 1.0, 2.0, 1, 1, weight_bytes=10, optimizer_bytes=20) for k in range(4)]
         >>> solve(Chain("four", stages), memory_budget=100, strategy="joint", bandwidth=10).seconds
-        18.0
+        20.0
     """
 
     step_in_backward: bool = False
