@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar on standard error, by default on a terminal only, from the third second on."""
+"""A progress bar on standard error, by default only on a terminal and after two seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 class DelayedProgress:
-    """A context to call with what is being done and the share done, 0 to 1.
+    """A context manager to call with the current task and the share done, 0 to 1.
 
     Args:
         enabled: False: show nothing.
@@ -38,7 +38,7 @@ class DelayedProgress:
         return self
 
     def __call__(self, what: str, share: float) -> None:
-        """Say what is being done, and how much of all is done."""
+        """Show the current task and the share done."""
         with self._lock:
             self._latest = (what, share)
             if self._bar is not None:

@@ -1,4 +1,4 @@
-"""A DataLoader as a sample: the largest of a few batches, drawn so that the training loop sees what it would have."""
+"""Takes a sample from a DataLoader: the largest of a few batches, without changing what the training loop sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_LOOKED_AT = 8
 
 
 def sample_from(model: nn.Module, sample: Any) -> Any:
-    """What a user hands over as a sample; of a DataLoader the arguments for its largest batch.
+    """The user's sample; for a DataLoader, the arguments for its largest batch.
 
     A mapping gives keyword arguments. Of a tuple or list the model takes as many as its `forward` requires, at least
     one: the rest is for the loss.
@@ -46,10 +46,10 @@ def largest_batch_of(loader: DataLoader[Any]) -> Any:
     with generators.replayed(generators.state()):
         batches = list(itertools.islice(_batches(loader), _NUM_LOOKED_AT))
     if not batches:
-        raise CaptureError("the DataLoader that was given as a sample has no batch; give one that does, or a batch")
+        raise CaptureError("the DataLoader passed as a sample is empty; pass one with batches, or a batch")
     largest = max(batches, key=_num_bytes)
     if _num_bytes(largest) == 0:
-        raise CaptureError(f"the DataLoader gives {shown(largest)}, which holds no tensors; give a batch as the sample")
+        raise CaptureError(f"the DataLoader yields {shown(largest)}, which has no tensors; pass a batch as the sample")
     return largest
 
 
@@ -74,7 +74,7 @@ def _num_bytes(batch: Any) -> int:
 
 
 def _num_required(model: nn.Module) -> int:
-    """How many arguments a model's forward cannot do without."""
+    """How many arguments a model's forward requires."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(model.forward).parameters
     return sum(each.kind in kinds and each.default is each.empty for each in parameters.values())

@@ -37,7 +37,7 @@ _NUM_CUTS = 9
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A list of operations, from forward 1 on, and the steady period that it is reckoned to take."""
+    """A list of operations, from forward 1 on, and its estimated steady period."""
 
     seconds: float
     operations: tuple[Operation, ...]
