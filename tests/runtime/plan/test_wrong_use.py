@@ -109,7 +109,7 @@ def test_what_is_no_model_gets_no_plan(tmp_path):
 
 
 def test_a_report_of_progress_that_cannot_be_called():
-    with pytest.raises(lowtide.PlanError, match="progress is 3, expected a function"):
+    with pytest.raises(lowtide.PlanError, match="progress is 3, expected True, False or a function"):
         fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)
 
 
