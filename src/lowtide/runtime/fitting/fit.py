@@ -244,7 +244,7 @@ class _Fitting:
             compiled.remove()
 
     def part_for(self, sample: Sample, observed: Observed) -> Part:
-        """Plan for a call of a training step; where the model fails on it, its own error comes through."""
+        """Plan for a call of a training step; if the model fails on it, its own error comes through."""
         try:
             return self._part_for(sample, observed)
         except SampleError as error:

@@ -1,4 +1,4 @@
-"""From a model and a budget to a schedule that was tried: measures, solves, runs trial steps, as the policy asks."""
+"""Finds a schedule for a model and a budget: measures, solves and runs trial steps, as the policy asks."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) ->
 
 
 def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:
-    """Room for a loss that the caller computes and did not hand over: what cross entropy takes, logarithms and their
+    """Room for a loss that the caller computes and did not pass: what cross entropy takes, logarithms and their
     gradient, each as large as the result.
 
     A result that is a loss already is a number, whose gradient is a few bytes.

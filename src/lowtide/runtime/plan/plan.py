@@ -51,7 +51,7 @@ LOGGER = logging.getLogger("lowtide")
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Predicted against measured; None where it is not known (yet)."""
+    """Predicted and measured figures; None if not known (yet)."""
 
     num_steps: int
     predicted_seconds: float | None
@@ -63,7 +63,7 @@ class Stats:
     peak of all live tensors, over the first steps and some later ones. Before the first step, that of the trial.
     """
     recomputed_per_step: float
-    """How many stages run forward again in a step."""
+    """How many stages are recomputed in a step."""
     moved_bytes_per_step: float
     """Bytes copied between device and host in a step, both ways."""
 
@@ -218,7 +218,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What people should know of it."""
+        """What the user should know."""
         return (*self.split.notes, *self._part.notes)
 
     @property
@@ -227,7 +227,7 @@ class Plan:
         return 1 + len(self._others)
 
     def stats(self) -> Stats:
-        """What was predicted, and what has been measured since."""
+        """Return what was predicted and what has been measured since."""
         execution = self._part.execution
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
@@ -286,7 +286,7 @@ class Plan:
             >>> plan.report("plan.html")                                # doctest: +SKIP
         """
         if self.chain is None:
-            raise PlanError("this plan was attached without a chain, so its costs are not known; measure one first")
+            raise PlanError("this plan was attached without a chain, so its costs are unknown; attach a solution")
         stats, device = self.stats(), self._part.execution.machine.device
         measured = Measured(stats.measured_seconds, stats.measured_peak_bytes, _named(device), stats.num_steps or None)
         write_report(
@@ -309,7 +309,7 @@ class Plan:
     # Attaching
 
     def detach(self) -> None:
-        """Give the model back as it was; graphs that are still alive can be used as before."""
+        """Give the model back as it was; graphs that are still alive keep working."""
         if self._attached:
             self._attached = False
             self._part.execution.remove()
@@ -370,7 +370,7 @@ class Plan:
             self._part.execution.install(self._call)
         LOGGER.info("planned again in %s: %s", format_seconds(time.perf_counter() - begin), reason)
         if part.refusal:
-            _warn(f"{reason}, and {part.refusal}; training goes on under the leanest schedule there is")
+            _warn(f"{reason}, and {part.refusal}; training continues with the leanest schedule")
         self.use(part)
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
         self._steps.forget()
@@ -392,15 +392,15 @@ class Plan:
         if peak_bytes <= part.memory_budget or part.refusal:
             return ""
         predicted = part.execution.schedule.predicted
-        expected = "" if predicted is None else f" where {format_bytes(predicted.peak_bytes)} was predicted"
-        return f"a step took {format_bytes(peak_bytes)}{expected} and {format_bytes(part.memory_budget)} is the budget"
+        expected = "" if predicted is None else f" ({format_bytes(predicted.peak_bytes)} predicted)"
+        return f"a step took {format_bytes(peak_bytes)}{expected}, but the budget is {format_bytes(part.memory_budget)}"
 
     def _correct(self, sample: Sample, reason: str) -> None:
         """Plan again for what a real step took, and say so."""
         self._num_exceeded += 1
         self._plan_again(sample, reason, self._observed(exceeded=self._part, peak_bytes=self._part.peak_bytes))
         if not self._part.refusal:  # else it was said
-            _warn(f"{reason}; planning again for that (give loss= and optimizer= to have them counted from the start)")
+            _warn(f"{reason}; planning again (pass loss= and optimizer= to fit to have them counted from the start)")
 
     def _observed(self, **more: Any) -> Observed:
         return Observed(self._steps.optimizer, self._grads_resident, **more)
@@ -424,7 +424,7 @@ class Plan:
         device = self._part.execution.machine.device
         if self._parameters and self._parameters[0].device != device:
             raise PlanError(
-                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {FIT_AGAIN}"
+                f"the model is on {self._parameters[0].device}, but its plan was made on {device}; {FIT_AGAIN}"
             )
         self._structure.check(self.model)
         registered = self._structure.parameters()
@@ -438,10 +438,10 @@ class Plan:
         changed = next((entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2]), None)
         if changed is None:
             raise PlanError(
-                f"the model has {len(now)} parameters, and had {len(self._dtypes)} when the plan was made; {FIT_AGAIN}"
+                f"the model has {len(now)} parameters, but had {len(self._dtypes)} when the plan was made; {FIT_AGAIN}"
             )
         name, then, dtype = changed
-        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {FIT_AGAIN}")
+        raise PlanError(f"parameter {name!r} is {dtype}, but was {then} when the plan was made; {FIT_AGAIN}")
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call; one that trains no more than was planned for counts as that, without variants."""
@@ -477,7 +477,7 @@ class Plan:
         if not reason:
             return
         if not self._replans:
-            raise PlanError(f"{reason}; lowtide.fit plans for these shapes (and by default for others later)")
+            raise PlanError(f"{reason}; call fit for these shapes (by default it also plans for other shapes later)")
         if signature in self._others:
             self.use(self._others.pop(signature))
         elif not self._part.serves(signature) and not self._has_room_for_input_gradients(signature, planned):
@@ -523,7 +523,7 @@ class Plan:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: a copy would run the same model, or another that it does not know."""
         raise PlanError(
-            "a plan belongs to one model and cannot be copied or pickled; write it with plan.save(path) and attach it "
+            "a plan belongs to one model and cannot be copied or pickled; save it with plan.save(path) and attach it "
             "to the other model with lowtide.load_plan(path, model); models that have a plan can be copied"
         )
 
@@ -567,12 +567,12 @@ def _saved_bytes(chain: Chain | None) -> list[tuple[int, int]] | None:
 
 
 def _named(device: torch.device) -> str:
-    """A device as people call it."""
+    """A readable name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def attached_plan(model: nn.Module) -> Plan | None:
-    """The plan under which a model runs, where there is one."""
+    """The plan of a model, if it has one."""
     execution = getattr(handler_of(model), "__self__", None)
     owner = getattr(execution.handler, "__self__", None) if isinstance(execution, Execution) else None
     return owner if isinstance(owner, Plan) else None

@@ -1,4 +1,4 @@
-"""What real steps show: which optimizer makes them, and what they take."""
+"""Watches real training steps: which optimizer makes them, and what they take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_MEASURED = 3
 
 
 class RealSteps:
-    """Looks on while a model is trained.
+    """Watches a model while it trains.
 
     On CUDA the allocator has the figures. On the CPU some steps are measured, from the model's forward to the end of
     the optimizer's step, or to the next forward.
@@ -127,7 +127,7 @@ class RealSteps:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def others_bytes(self) -> int:
-        """What others than the model and its optimizers hold now on the CPU."""
+        """What other code than the model and its optimizers holds on the CPU now."""
         live_bytes = self._meter.open() if self._is_metered else None
         self._meter.close()
         return 0 if live_bytes is None else live_bytes - self._known_bytes()
@@ -143,7 +143,7 @@ class RealSteps:
         return _storage_bytes(tensors)
 
     def close(self) -> None:
-        """Look on no longer."""
+        """Stop watching."""
         self.end()
         self._hook.remove()
 
