@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowtide import Await, Backward, Chain, Forward, Offload, Prefetch, Release, Schedule, Stage, simulate
-from lowtide.report.survey import Curve, Plan, Point, Survey
+from lowtide.report.survey import Curve, Point, ShownPlan, Survey
 
 MIB = 2**20
 
@@ -109,10 +109,10 @@ def periodic_survey(chain: Chain, *, memory_budget: int | None = None) -> Survey
         Curve("store-all", last.peak_bytes, (last,), (), 0),
         Curve("segments", kept[0].peak_bytes, tuple(kept), (), 0),
     )
-    plans = [Plan(p.peak_bytes + MIB, p.schedule, simulate(chain, p.schedule)) for p in (*kept, last)]
+    plans = [ShownPlan(p.peak_bytes + MIB, p.schedule, simulate(chain, p.schedule)) for p in (*kept, last)]
     if memory_budget is not None:
         best = curves[1].at(memory_budget)
-        plans.append(Plan(memory_budget, best.schedule, simulate(chain, best.schedule)))
+        plans.append(ShownPlan(memory_budget, best.schedule, simulate(chain, best.schedule)))
         plans.sort(key=lambda plan: plan.memory_budget)
     return Survey(chain, 0, True, simulate(chain, store_all), curves, tuple(plans))
 
@@ -121,7 +121,7 @@ def bare_survey(chain: Chain) -> Survey:
     """A survey that knows plain training alone."""
     point = point_of(chain, "store-all", store_all_schedule(chain.num_stages))
     trace = simulate(chain, point.schedule)
-    plan = Plan(point.peak_bytes, point.schedule, trace)
+    plan = ShownPlan(point.peak_bytes, point.schedule, trace)
     return Survey(chain, 0, True, trace, (Curve("store-all", point.peak_bytes, (point,), (), 0),), (plan,))
 
 

@@ -17,7 +17,7 @@ from tests.report.chains import (
 
 from lowtide import simulate
 from lowtide.report.page import Measured, render
-from lowtide.report.survey import Curve, Plan, Survey
+from lowtide.report.survey import Curve, ShownPlan, Survey
 
 BANDWIDTH = 4 * 10**9
 
@@ -44,7 +44,7 @@ def moving_page():
     }
     traces = {name: simulate(chain, schedule, bandwidth=BANDWIDTH) for name, schedule in schedules.items()}
     budgets = {"recomputing": 80 * MIB, "moving": 100 * MIB, "store-all": 112 * MIB}
-    plans = {name: Plan(budgets[name], schedules[name], traces[name]) for name in schedules}
+    plans = {name: ShownPlan(budgets[name], schedules[name], traces[name]) for name in schedules}
     points = {
         "recomputing": point_of(chain, "recomputing", schedules["recomputing"]),
         "store-all": point_of(chain, "store-all", schedules["store-all"]),

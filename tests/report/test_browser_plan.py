@@ -17,7 +17,7 @@ from tests.report.chains import (
 
 from lowtide import simulate
 from lowtide.report.page import Measured, render
-from lowtide.report.survey import Curve, Plan, Survey
+from lowtide.report.survey import Curve, ShownPlan, Survey
 from lowtide.strategies.base import REGISTRY
 
 pytestmark = [
@@ -34,7 +34,7 @@ def page(*, is_attached=True, measured=None):
     chain = dataclasses.replace(small_chain(), provenance={"device": "a small card", "spread_seconds": LONG})
     schedules = {80: recomputing_schedule(), 100: moving_schedule(), 112: store_all_schedule(4)}
     plans = [
-        Plan(budget * MIB, schedule, simulate(chain, schedule, bandwidth="4GB/s"))
+        ShownPlan(budget * MIB, schedule, simulate(chain, schedule, bandwidth="4GB/s"))
         for budget, schedule in schedules.items()
     ]
     fast = point_of(chain, "recomputing", recomputing_schedule())

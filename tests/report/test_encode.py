@@ -32,7 +32,7 @@ from lowtide import (
 )
 from lowtide.report.encode import compressed, encode
 from lowtide.report.palette import LAYERS
-from lowtide.report.survey import Plan
+from lowtide.report.survey import ShownPlan
 from lowtide.report.text import plan_text
 from lowtide.report.timeline import spans
 from lowtide.schedule import Start
@@ -58,7 +58,7 @@ def decoded(data, number):
 
 
 def check(chain, schedules, bandwidth=None):
-    plans = [Plan(10**12, s, simulate(chain, s, bandwidth=bandwidth)) for s in schedules]
+    plans = [ShownPlan(10**12, s, simulate(chain, s, bandwidth=bandwidth)) for s in schedules]
     data = json.loads(json.dumps(encode(bare_survey(chain), plans, own=None, measured=None)))
     for number, plan in enumerate(plans):
         found = list(decoded(data, number))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import PlanError
-from lowtide.integrations.planned import Planned
+from lowtide.integrations.planned import BudgetedTraining
 from lowtide.runtime.model.sample import Sample
 
 try:
@@ -36,7 +36,7 @@ class LightningCallback(Callback):
 
     def __init__(self, memory_budget: int | str | None = None, *, module: str | None = None, **options: Any) -> None:
         self._module = module
-        self._planned = Planned(memory_budget, options)
+        self._planned = BudgetedTraining(memory_budget, options)
 
     @property
     def plan(self) -> Any:

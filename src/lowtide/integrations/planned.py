@@ -18,7 +18,7 @@ SampleFor = Callable[[nn.Module, Sample], Sample]
 LOGGER = logging.getLogger("lowtide")
 
 
-class Planned:
+class BudgetedTraining:
     """A budget, and the plan that is made for it at the first training call.
 
     Args:

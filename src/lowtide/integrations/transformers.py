@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lowtide.integrations.planned import Planned
+from lowtide.integrations.planned import BudgetedTraining
 from lowtide.runtime.fitting.loader import largest_batch_of
 from lowtide.runtime.model.sample import Sample
 
@@ -30,7 +30,7 @@ class TransformersCallback(TrainerCallback):
     """
 
     def __init__(self, memory_budget: int | str | None = None, **options: Any) -> None:
-        self._planned = Planned(memory_budget, options)
+        self._planned = BudgetedTraining(memory_budget, options)
 
     @property
     def plan(self) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 from lowtide.chain import Chain
 from lowtide.report.palette import LAYER_TITLES, LAYERS
 from lowtide.report.stages import FATES, stage_uses
-from lowtide.report.survey import Plan, Survey
+from lowtide.report.survey import ShownPlan, Survey
 from lowtide.report.timeline import Span, spans
 from lowtide.schedule import KINDS, SAVES, Backward, Forward, Operation, Update
 from lowtide.strategies.base import REGISTRY
@@ -58,7 +58,7 @@ class Effect:
 
 def encode(
     survey: Survey,
-    plans: Sequence[Plan],
+    plans: Sequence[ShownPlan],
     *,
     own: int | None,
     measured: dict[str, Any] | None,
@@ -144,7 +144,7 @@ def _said(value: object) -> str:
     return str(value)
 
 
-def _plan(chain: Chain, plan: Plan, numbers: dict[Effect, int]) -> dict[str, Any]:
+def _plan(chain: Chain, plan: ShownPlan, numbers: dict[Effect, int]) -> dict[str, Any]:
     trace = plan.trace
     digits = _TIME_DIGITS - math.floor(math.log10(trace.seconds)) if trace.seconds else 0
     steps, latest, waits = [], 0, []

@@ -17,7 +17,7 @@ from lowtide.chain import Chain, as_chain
 from lowtide.files import write_text
 from lowtide.report.encode import compressed, encode
 from lowtide.report.palette import DARK, LAYERS, LIGHT, Theme
-from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS, Plan, Survey, survey
+from lowtide.report.survey import DEFAULT_NUM_BUDGETS, DEFAULT_PATIENCE_SECONDS, ShownPlan, Survey, survey
 from lowtide.report.text import plan_text
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
@@ -68,7 +68,7 @@ class Report:
     """
 
     survey: Survey
-    plan: Plan
+    plan: ShownPlan
 
 
 def write_report(
@@ -142,7 +142,7 @@ def write_report(
 def render(
     found: Survey,
     *,
-    own: Plan | None = None,
+    own: ShownPlan | None = None,
     memory_budget: int | None = None,
     measured: Measured | None = None,
     notes: Sequence[str] = (),
@@ -164,7 +164,7 @@ def render(
     return _filled(found, plans[selected], data)
 
 
-def _plans(found: Survey, own: Plan | None, memory_budget: int | None) -> tuple[list[Plan], int]:
+def _plans(found: Survey, own: ShownPlan | None, memory_budget: int | None) -> tuple[list[ShownPlan], int]:
     """The schedules of the page by budget, and the place of the one that it opens on."""
     plans = list(found.plans)
     if own is not None:
@@ -186,7 +186,7 @@ def _rate(bandwidth: int | str | None, solution: Solution | Schedule | None) -> 
 
 def _own_plan(
     chain: Chain, solution: Solution | Schedule | None, memory_budget: int | str | None, rate: int, duplex: bool
-) -> Plan | None:
+) -> ShownPlan | None:
     if solution is None:
         return None
     schedule = solution.schedule if isinstance(solution, Solution) else solution
@@ -195,16 +195,16 @@ def _own_plan(
         budget = parse_bytes(memory_budget)
     else:
         budget = solution.memory_budget if isinstance(solution, Solution) else trace.peak_bytes
-    return Plan(budget, schedule, trace)
+    return ShownPlan(budget, schedule, trace)
 
 
-def _bearable(found: Survey, plans: Sequence[Plan]) -> int:
+def _bearable(found: Survey, plans: Sequence[ShownPlan]) -> int:
     """The least budget that costs little time, the largest where all cost more."""
     limit = (1 + _BEARABLE_OVERHEAD) * found.store_all.seconds
     return next((index for index, plan in enumerate(plans) if plan.trace.seconds <= limit), len(plans) - 1)
 
 
-def _filled(found: Survey, plan: Plan, data: dict[str, Any]) -> str:
+def _filled(found: Survey, plan: ShownPlan, data: dict[str, Any]) -> str:
     """The template with everything in it. What comes from a chain is escaped or base 64: a name is never markup."""
     folder = files("lowtide.report") / "page"
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)

@@ -57,7 +57,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShownPlan:
     """One schedule to look at, and the budget that it is for."""
 
     memory_budget: int
@@ -83,14 +83,14 @@ class Survey:
     duplex: bool
     store_all: Trace
     curves: tuple[Curve, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[ShownPlan, ...]
 
     @property
     def minimum_bytes(self) -> int:
         """The least budget with which any strategy works."""
         return min(curve.minimum_bytes for curve in self.curves)
 
-    def plan_within(self, memory_budget: int) -> Plan:
+    def plan_within(self, memory_budget: int) -> ShownPlan:
         """The fastest plan that fits.
 
         Raises:
@@ -226,7 +226,7 @@ def _best(points: Sequence[Point]) -> tuple[Point, ...]:
 
 def _plans(
     chain: Chain, curves: Sequence[Curve], budgets: Sequence[int], bandwidth: int, duplex: bool
-) -> tuple[Plan, ...]:
+) -> tuple[ShownPlan, ...]:
     """The fastest schedule at each budget, simulated."""
     best = Curve(AUTO, 0, _best([point for curve in curves for point in curve.points]), (), 0)
     traces: dict[int, Trace] = {}  # by the point's peak, which is its own among the best
@@ -237,5 +237,5 @@ def _plans(
             continue
         if point.peak_bytes not in traces:
             traces[point.peak_bytes] = simulate(chain, point.schedule, bandwidth=bandwidth or None, duplex=duplex)
-        plans.append(Plan(budget, replace(point.schedule, strategy=point.strategy), traces[point.peak_bytes]))
+        plans.append(ShownPlan(budget, replace(point.schedule, strategy=point.strategy), traces[point.peak_bytes]))
     return tuple(plans)

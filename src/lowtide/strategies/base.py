@@ -175,7 +175,7 @@ REGISTRY: dict[str, Entry] = {
             "lowest sum of checkpoints and largest segment",
             "Hong §3, algorithm 3",
             f"{_HERE}.selection",
-            "Selection",
+            "SelectionStrategy",
         ),
         Entry(
             "dynamic-selection",

@@ -18,7 +18,7 @@ from lowtide.strategies.slots import default_num_slots
 from lowtide.strategies.together.bound import least_seconds
 from lowtide.strategies.together.choosing import chosen_trips
 from lowtide.strategies.together.order import Round, updated_stages, with_weights_passing
-from lowtide.strategies.together.placing import Placed, cyclic, one_by_one, place
+from lowtide.strategies.together.placing import PlacedMoves, cyclic, one_by_one, place
 from lowtide.strategies.weights_greedy import WeightsGreedy
 
 Order = tuple[Forward | Backward, ...]
@@ -44,7 +44,7 @@ class _Found:
 
     order: Round
     trips: frozenset[int]
-    placed: Placed
+    placed: PlacedMoves
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from lowtide.strategies.checkpoints.sets import select_static
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectionStrategy:
     """One set of checkpoints for every budget: the one that minimises Hong's equation 6.
 
     A checkpoint takes a[k], a stage of a recomputed segment abar[k]. The equation counts every checkpoint throughout,

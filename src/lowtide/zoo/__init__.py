@@ -24,7 +24,7 @@ class ZooError(LowtideError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ZooNetwork:
     """One network: its module and function, and the settings that make it this one."""
 
     module: str
@@ -38,36 +38,36 @@ _IMAGE = {"batch": 16, "image": 224}
 _TEXT = {"batch": 8, "length": 512}
 
 
-def _residual(kind: str, *blocks: int) -> Entry:
-    return Entry("lowtide.zoo.resnet", "resnet", {"kind": kind, "blocks": blocks}, _IMAGE)
+def _residual(kind: str, *blocks: int) -> ZooNetwork:
+    return ZooNetwork("lowtide.zoo.resnet", "resnet", {"kind": kind, "blocks": blocks}, _IMAGE)
 
 
-def _dense(growth: int, width: int, *blocks: int) -> Entry:
-    return Entry("lowtide.zoo.densenet", "densenet", {"growth": growth, "width": width, "blocks": blocks}, _IMAGE)
+def _dense(growth: int, width: int, *blocks: int) -> ZooNetwork:
+    return ZooNetwork("lowtide.zoo.densenet", "densenet", {"growth": growth, "width": width, "blocks": blocks}, _IMAGE)
 
 
-ENTRIES: dict[str, Entry] = {
+ENTRIES: dict[str, ZooNetwork] = {
     "resnet18": _residual("basic", 2, 2, 2, 2),
     "resnet34": _residual("basic", 3, 4, 6, 3),
     "resnet50": _residual("bottleneck", 3, 4, 6, 3),
     "resnet101": _residual("bottleneck", 3, 4, 23, 3),
     "resnet152": _residual("bottleneck", 3, 8, 36, 3),
     "resnet200": _residual("preactivated", 3, 24, 36, 3),
-    "resnet1001": Entry("lowtide.zoo.resnet", "resnet1001", {}, {"batch": 16, "image": 32}),
+    "resnet1001": ZooNetwork("lowtide.zoo.resnet", "resnet1001", {}, {"batch": 16, "image": 32}),
     "densenet121": _dense(32, 64, 6, 12, 24, 16),
     "densenet161": _dense(48, 96, 6, 12, 36, 24),
     "densenet169": _dense(32, 64, 6, 12, 32, 32),
     "densenet201": _dense(32, 64, 6, 12, 48, 32),
-    "inception_v3": Entry("lowtide.zoo.inception", "inception_v3", {}, {"batch": 16, "image": 299}),
-    "vgg19": Entry("lowtide.zoo.plain", "vgg19", {}, {"batch": 128, "image": 224}),
-    "alexnet": Entry("lowtide.zoo.plain", "alexnet", {}, {"batch": 128, "image": 224}),
-    "gpt2": Entry(
+    "inception_v3": ZooNetwork("lowtide.zoo.inception", "inception_v3", {}, {"batch": 16, "image": 299}),
+    "vgg19": ZooNetwork("lowtide.zoo.plain", "vgg19", {}, {"batch": 128, "image": 224}),
+    "alexnet": ZooNetwork("lowtide.zoo.plain", "alexnet", {}, {"batch": 128, "image": 224}),
+    "gpt2": ZooNetwork(
         "lowtide.zoo.transformer",
         "gpt2",
         {},
         {**_TEXT, "length": 1024, "layers": 12, "width": 768, "heads": 12, "vocabulary": 50257},
     ),
-    "bert": Entry(
+    "bert": ZooNetwork(
         "lowtide.zoo.transformer",
         "bert",
         {},
@@ -81,7 +81,7 @@ def names() -> list[str]:
     return list(ENTRIES)
 
 
-def find(name: str) -> Entry:
+def find(name: str) -> ZooNetwork:
     """Return the entry of a network; the error for a wrong name suggests the nearest one."""
     if name in ENTRIES:
         return ENTRIES[name]

@@ -12,7 +12,7 @@ from lowtide.runtime.fitting.planning import (
     Accept,
     Asked,
     Attempt,
-    History,
+    Attempts,
     Infeasible,
     OutOfMemory,
     Refuse,
@@ -26,7 +26,7 @@ BUDGET = 1000
 
 def driven(asked: Asked, outcome_of: Callable[[Attempt, int], TrialOutcome]) -> tuple[Accept | Refuse, list[Attempt]]:
     """Ask until there is an answer; the history is asked twice each time, and must say the same."""
-    history = History(asked)
+    history = Attempts(asked)
     for _ in range(50):
         answer = next_attempt(history)
         assert next_attempt(history) == answer

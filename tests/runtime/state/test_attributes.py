@@ -17,7 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.meter import Meter, no_collection
 
 
@@ -84,7 +84,7 @@ class Summing(nn.Module):
 
 def test_steps_that_are_dropped_are_let_go_where_attributes_have_graphs():
     def num_steps() -> int:
-        return sum(type(each) is Step for each in gc.get_objects())
+        return sum(type(each) is RunningStep for each in gc.get_objects())
 
     model, inputs = Summing(), batches((8, 16), 4)
     split = capture(model, inputs[0])

@@ -13,7 +13,7 @@ from tests.runtime.schedules import recomputing
 from tests.runtime.training import batches, train
 
 import lowtide
-from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.state.environment import Environment
 
@@ -30,7 +30,7 @@ def live_bytes() -> int:
 def test_dicts_that_a_forward_makes_anew_are_let_go(kind):
     inputs = batches(SHAPE, 3)
     model = stack(lambda: Reports(kind))()
-    steps_before = sum(type(each) is Step for each in gc.get_objects())
+    steps_before = sum(type(each) is RunningStep for each in gc.get_objects())
     start_bytes = live_bytes()
     lowtide.measure(model, inputs[0])
     assert live_bytes() == start_bytes
@@ -41,7 +41,7 @@ def test_dicts_that_a_forward_makes_anew_are_let_go(kind):
             del block.kept
             block.zero_grad()
         gc.collect()
-        assert sum(type(each) is Step for each in gc.get_objects()) == steps_before
+        assert sum(type(each) is RunningStep for each in gc.get_objects()) == steps_before
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list"])

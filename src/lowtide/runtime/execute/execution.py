@@ -15,14 +15,14 @@ from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import functions_of
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.coarse import Coarse, coarsened
-from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.execute.forward import ExecutedForward
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.replay.staged import Layout
+from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Schedule
 
@@ -62,7 +62,7 @@ class Execution:
         coarse = Coarse.finest(split, schedule) if checks is Checks.ALL else coarsened(split, schedule)
         program = Program.of(schedule, coarse)
         functions = functions_of(model)
-        layout = Layout.of(coarse.split).without_units_of(() if functions else program.unwatched)
+        layout = StageLayout.of(coarse.split).without_units_of(() if functions else program.unwatched)
         self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
@@ -119,7 +119,7 @@ class Execution:
             machine.refresh()
             clock = _Clock(machine.device)
             variants = machine.variants if with_variants else machine.variants.left_out()
-            step = Step(machine, clock.stop, variants)
+            step = RunningStep(machine, clock.stop, variants)
             current.session = forward = ExecutedForward(machine, step)
             try:
                 result = forward.run(self._interception.whole_or(plain), args, {**self.split.call_keywords, **kwargs})

@@ -83,7 +83,7 @@ class StageRun:
         self.spot_check: SpotCheck | None = None
 
 
-class Step:
+class RunningStep:
     """One forward and its backward: the values on the device, and how far the list has been executed."""
 
     def __init__(self, machine: Machine, on_end: Callable[[], None], variants: StageVariants | None = None) -> None:

@@ -11,7 +11,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_ten
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.execute.checks import Checks, Fingerprints, noting
-from lowtide.runtime.execute.executor import Step
+from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Sink, Unpack
@@ -31,7 +31,7 @@ class ExecutedForward(StagedForward):
 
     may_skip = True
 
-    def __init__(self, machine: Machine, step: Step) -> None:
+    def __init__(self, machine: Machine, step: RunningStep) -> None:
         program = machine.program
         watched = range(1, program.num_stages + 1) if machine.functions else program.watched
         super().__init__(machine.layout, program.taped, machine.is_state, watched=watched, functions=machine.functions)

@@ -19,7 +19,7 @@ from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.replay.staged import Layout
+from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.state.environment import Environment, is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 from lowtide.runtime.transfer.cargo import Tier
@@ -52,7 +52,7 @@ class Machine:
         self,
         model: nn.Module,
         split: Split,
-        layout: Layout,
+        layout: StageLayout,
         program: Program,
         tier: Tier,
         *,

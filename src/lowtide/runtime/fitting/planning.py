@@ -3,7 +3,7 @@
 Nothing here knows a model or a device. Whoever plans asks `next_attempt` what to do, solves for that and runs a trial
 step under the schedule, writes down the outcome, and asks again:
 
-    history = History(asked)
+    history = Attempts(asked)
     while isinstance(answer := next_attempt(history), Attempt):
         history = history.then(answer, outcome_of(answer))
 
@@ -143,24 +143,24 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class Attempts:
     """What was asked for, and what was tried so far."""
 
     asked: Asked
     entries: tuple[tuple[Attempt, TrialOutcome], ...] = ()
 
-    def then(self, attempt: Attempt, outcome: TrialOutcome) -> History:
+    def then(self, attempt: Attempt, outcome: TrialOutcome) -> Attempts:
         """With one more attempt."""
         return replace(self, entries=(*self.entries, (attempt, outcome)))
 
 
-def next_attempt(history: History) -> Attempt | Accept | Refuse:
+def next_attempt(history: Attempts) -> Attempt | Accept | Refuse:
     """What to do next, a function of the history alone.
 
     Example:
         >>> asked = Asked(memory_budget=1000)
-        >>> first = next_attempt(History(asked))
-        >>> next_attempt(History(asked).then(first, Trial(990, 1.0, peak_bytes=995)))
+        >>> first = next_attempt(Attempts(asked))
+        >>> next_attempt(Attempts(asked).then(first, Trial(990, 1.0, peak_bytes=995)))
         Accept(index=0, more_bytes=0, peak_bytes=995, notes=(), refusal='')
     """
     steps = _decided(history.asked)

@@ -17,7 +17,7 @@ from lowtide.runtime.fitting.planning import (
     Accept,
     Asked,
     Attempt,
-    History,
+    Attempts,
     Infeasible,
     OutOfMemory,
     Refuse,
@@ -179,7 +179,7 @@ def tried_schedule(
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     trials = _Trials(model, sample, split, chain, settings, unknown_bytes)
-    history = History(replace(trials.asked, goes_on=goes_on))
+    history = Attempts(replace(trials.asked, goes_on=goes_on))
     while isinstance(answer := next_attempt(history), Attempt):
         try:
             outcome = trials.outcome(answer)

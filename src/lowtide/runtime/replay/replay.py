@@ -22,7 +22,7 @@ from lowtide.runtime.compile.loss import Functions, functions_of
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.replay.staged import Layout, StagedForward
+from lowtide.runtime.replay.staged import StagedForward, StageLayout
 from lowtide.runtime.replay.tape import Tape
 from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
@@ -115,7 +115,7 @@ class Recording:
         stages: Sequence[int] | None = None,
         on_stage: Callable[[int], None] | None = None,
     ) -> None:
-        self._layout = Layout.of(split)
+        self._layout = StageLayout.of(split)
         self._stages = frozenset(range(1, split.num_stages + 1) if stages is None else stages)
         self._on_stage = on_stage
         self._model = model
@@ -172,7 +172,7 @@ class _RecordedForward(StagedForward):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StageLayout,
         taped: frozenset[int],
         is_state: Callable[[torch.Tensor], bool],
         generators: Generators,

@@ -26,7 +26,7 @@ from lowtide.runtime.state.rng import GeneratorWatch
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StageLayout:
     """A split as the running forward needs it: for each unit, by its position among all, where it stands.
 
     Args:
@@ -43,7 +43,7 @@ class Layout:
     ends_stage: tuple[bool, ...]
 
     @classmethod
-    def of(cls, split: Split) -> Layout:
+    def of(cls, split: Split) -> StageLayout:
         """Read a split."""
         names, units, stage_at, ends_stage = [], [], [], []
         for k, stage in enumerate(split.stages, start=1):
@@ -55,7 +55,7 @@ class Layout:
                 ends_stage.append(is_last and not stage.trailing_glue)
         return cls(tuple(names), tuple(units), tuple(stage_at), tuple(ends_stage))
 
-    def without_units_of(self, stages: Collection[int]) -> Layout:
+    def without_units_of(self, stages: Collection[int]) -> StageLayout:
         """The same, met at fewer places: of these stages only their first and last units are called through a site.
 
         A unit that contains another one stays: calls of the inner one inside of it must not be counted.
@@ -67,7 +67,7 @@ class Layout:
             contains = any(other.startswith(f"{path}." if path else "") and other != path for other in paths)
             if k not in stages or is_first or self.ends_stage[position] or contains:
                 kept.append(position)
-        return Layout(
+        return StageLayout(
             self.names,
             tuple(self.units[position] for position in kept),
             tuple(self.stage_at[position] for position in kept),
@@ -98,7 +98,7 @@ class StagedForward:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StageLayout,
         taped: Collection[int],
         is_state: Callable[[torch.Tensor], bool],
         *,

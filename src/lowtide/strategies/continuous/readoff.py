@@ -20,7 +20,7 @@ Computation = Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ContinuousStep:
     """One decision of the forward phase: the stages `first` to `last`, and whether the input of `first` is moved.
 
     With a `variant`, `first` = `last` runs forward `all` in it; without one, the stages run light and are recomputed.
@@ -42,7 +42,7 @@ class ContinuousPlan:
 
 
 def read_off(
-    chain: ChainArrays, blocks: Blocks, steps: Sequence[Step], memory_bytes: int, bandwidth: float
+    chain: ChainArrays, blocks: Blocks, steps: Sequence[ContinuousStep], memory_bytes: int, bandwidth: float
 ) -> ContinuousPlan:
     """The order of computations of a list of steps from stage 1 to n, and its time in the continuous model.
 

@@ -17,7 +17,7 @@ from lowtide.schedule import Backward, Forward
 from lowtide.strategies.continuous.backward import Blocks, blocks_of
 from lowtide.strategies.continuous.bounds import Bounds, bounds_of, least_forward, least_rest, rest_of
 from lowtide.strategies.continuous.forward import KIND, MOVED, PARENT, STAGE, Found, search
-from lowtide.strategies.continuous.readoff import ContinuousPlan, Step, read_off
+from lowtide.strategies.continuous.readoff import ContinuousPlan, ContinuousStep, read_off
 from lowtide.strategies.nested.costs import costs_of
 from lowtide.strategies.nested.table import Least, least_memory
 from lowtide.strategies.numerics.arrays import ChainArrays, Integers, arrays_of
@@ -160,26 +160,28 @@ class ContinuousModel:
             limit * (1 + _SINGLE),
         )
 
-    def _steps(self, found: Found, end: int) -> list[Step]:
+    def _steps(self, found: Found, end: int) -> list[ContinuousStep]:
         """The decisions that lead to a completed label."""
         row, variant = found.ends[end]
         n = self.arrays.output.size - 1
-        steps = [Step(n, n, int(variant), moved=False)]
+        steps = [ContinuousStep(n, n, int(variant), moved=False)]
         while found.numbers[row, PARENT] >= 0:
             label, before = found.numbers[row], found.numbers[found.numbers[row, PARENT]]
             way = int(label[KIND]) - 1
             steps.append(
-                Step(int(before[STAGE]), int(label[STAGE]) - 1, way if way >= 0 else None, moved=bool(label[MOVED]))
+                ContinuousStep(
+                    int(before[STAGE]), int(label[STAGE]) - 1, way if way >= 0 else None, moved=bool(label[MOVED])
+                )
             )
             row = label[PARENT]
         return steps[::-1]
 
-    def _steps_of_least_memory(self) -> list[Step]:
+    def _steps_of_least_memory(self) -> list[ContinuousStep]:
         """Decisions with which `minimum_bytes` suffice: everything that is kept is moved."""
         n, arrays, need = self.arrays.output.size - 1, self.arrays, int(self.least[1, 0])
         beside = int(arrays.standing[n])
         i, kind = 1, 0
-        steps: list[Step] = []
+        steps: list[ContinuousStep] = []
         while i <= n:
             given = int(arrays.output[i - 1] if kind == 0 else arrays.saved[i - 1, kind - 1])
             step = self._step_of_least_memory(i, given, need, beside)
@@ -187,7 +189,7 @@ class ContinuousModel:
             i, kind = step.last + 1, 0 if step.variant is None else step.variant + 1
         return steps
 
-    def _step_of_least_memory(self, i: int, given: int, need: int, beside: int) -> Step:
+    def _step_of_least_memory(self, i: int, given: int, need: int, beside: int) -> ContinuousStep:
         """A decision for stage i with which `need` bytes still suffice, without recomputation where possible."""
         n, arrays = self.arrays.output.size - 1, self.arrays
         moved = i < n and given > 0
@@ -195,11 +197,11 @@ class ContinuousModel:
         for v in ways:
             own = given + max(int(arrays.heavy_peak[i, v]) + beside, int(arrays.backward_peak[i, v]))
             if max(own, int(self.least[i + 1, v + 1])) <= need:
-                return Step(i, i, v, moved)
+                return ContinuousStep(i, i, v, moved)
         use = given + int(arrays.light_peak[i]) + beside
         for j in range(i, n):
             if j > i:
                 use = max(use, int(arrays.output[j - 1] + arrays.light_peak[j]) + beside)
             if max(use, given + int(self.least_block.least_bytes[i, j]), int(self.least[j + 1, 0])) <= need:
-                return Step(i, j, None, moved)
+                return ContinuousStep(i, j, None, moved)
         raise AssertionError(f"no decision for stage {i} fits in {need} bytes: this is a bug in lowtide")

@@ -20,7 +20,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     """The result of the solver.
 
     Attributes:
@@ -37,7 +37,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Program:
+class LinearProgram:
     """A mixed-integer linear program under construction; all variables are at least 0."""
 
     upper: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Program:
         time_limit: float = math.inf,
         gap: float = 0.0,
         node_limit: int | None = None,
-    ) -> Outcome:
+    ) -> ProgramOutcome:
         """Minimise the sum of some variables with HiGHS.
 
         Args:
@@ -100,4 +100,4 @@ class Program:
         proven = float((result.fun if relaxed and done else result.mip_dual_bound) or 0.0)
         found = None if result.fun is None else float(result.fun)
         solution = None if result.x is None else np.asarray(result.x, np.float64)
-        return Outcome(max(0.0, proven - _TOLERANCE * (1.0 + abs(proven))), found, solution, done)
+        return ProgramOutcome(max(0.0, proven - _TOLERANCE * (1.0 + abs(proven))), found, solution, done)

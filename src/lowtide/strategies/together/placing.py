@@ -36,18 +36,18 @@ _NUM_CUTS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedMoves:
     """A list of operations, from forward 1 on, and its estimated steady period."""
 
     seconds: float
     operations: tuple[Operation, ...]
 
 
-def place(problem: Problem, order: Round, trips: Sequence[Trip]) -> Placed | None:
+def place(problem: Problem, order: Round, trips: Sequence[Trip]) -> PlacedMoves | None:
     """The best list with these trips that the rounds find; None where they find none."""
     if not trips:
         fits = int(order.peak_bytes.max()) <= problem.memory_budget
-        return Placed(order.compute_seconds, _listed(order, range(order.size))) if fits else None
+        return PlacedMoves(order.compute_seconds, _listed(order, range(order.size))) if fits else None
     values: list[Value] = sorted({trip.value for trip in trips})
     first = order.computations.index(Backward(order.chain.num_stages))
     course = _course(problem, order, trips, values, first)
@@ -69,7 +69,7 @@ def place(problem: Problem, order: Round, trips: Sequence[Trip]) -> Placed | Non
         cuts = sorted(near & set(range(moves.num_wrapping + 1)) - tried)
     if best is None:
         return None
-    return Placed(best[0], _operations(order, values, first, kept[:num_kept]))
+    return PlacedMoves(best[0], _operations(order, values, first, kept[:num_kept]))
 
 
 def _course(problem: Problem, order: Round, trips: Sequence[Trip], values: list[Value], first: int) -> Course:

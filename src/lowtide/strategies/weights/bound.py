@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowtide.strategies.numerics.linear_program import Program, Term
+from lowtide.strategies.numerics.linear_program import LinearProgram, Term
 from lowtide.strategies.weights.choices import from_backward
 from lowtide.strategies.weights.periods import Period
 from lowtide.strategies.weights.relaxation import Relaxation
@@ -43,7 +43,7 @@ def program_of(
     period: Period, *, memory_budget: int, bandwidth: int, duplex: bool = True, whole_values: bool = False
 ) -> Relaxation:
     """Write the program down; the arguments are those of `weight_relaxation.relaxation_of`."""
-    n, program = period.num_stages, Program()
+    n, program = period.num_stages, LinearProgram()
     unit = max(1, *period.weight_bytes, *period.optimizer_bytes)
     seconds = (from_backward(period, period.seconds) * (bandwidth / unit)).tolist()
     excess = (period.resident_bytes + from_backward(period, period.standing_bytes) - memory_budget) / unit
@@ -74,7 +74,7 @@ def program_of(
 
 
 def _travel(
-    program: Program, changed: int, size: float, trips: list[tuple[int, int, int]], num_positions: int
+    program: LinearProgram, changed: int, size: float, trips: list[tuple[int, int, int]], num_positions: int
 ) -> _Travel:
     """One value: equations 5 to 8. A trip is (whether it is made, the step of its use, the step of its need)."""
     away = program.variables(num_positions, size)

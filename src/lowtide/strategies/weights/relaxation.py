@@ -28,7 +28,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.strategies.numerics.linear_program import Program
+from lowtide.strategies.numerics.linear_program import LinearProgram
 from lowtide.strategies.weights.choices import from_backward
 from lowtide.strategies.weights.periods import Period
 
@@ -67,7 +67,7 @@ class Relaxation:
         around: by stage, whether opt[k] leaves.
     """
 
-    program: Program
+    program: LinearProgram
     idle: list[int]
     after_backward: list[int]
     after_forward: list[int]
@@ -101,7 +101,7 @@ def relaxation_of(
         num_points: look at no more than this many positions of the period, those of the highest need among
             neighbours, and sum up what happens between them; None: at all of them.
     """
-    n, program = period.num_stages, Program()
+    n, program = period.num_stages, LinearProgram()
     unit = max(1, *period.weight_bytes, *period.optimizer_bytes)
     seconds = (from_backward(period, period.seconds) * (bandwidth / unit)).tolist()
     excess = (period.resident_bytes + from_backward(period, period.standing_bytes) - memory_budget) / unit
@@ -137,7 +137,7 @@ def _points(excess: NDArray[np.float64], num_points: int | None) -> list[int]:
     return sorted({0, *best})
 
 
-def _kinds_of_trips(period: Period, program: Program, unit: int) -> tuple[_Trips, _Trips, _Trips]:
+def _kinds_of_trips(period: Period, program: LinearProgram, unit: int) -> tuple[_Trips, _Trips, _Trips]:
     """Weights after their backward, weights after their forward, optimizer state."""
     n, stages = period.num_stages, range(1, period.num_stages + 1)
     weights = [size / unit for size in period.weight_bytes]
@@ -160,7 +160,7 @@ def _kinds_of_trips(period: Period, program: Program, unit: int) -> tuple[_Trips
     )
 
 
-def _flow(program: Program, trips: _Trips, grid: list[int]) -> _Flow:
+def _flow(program: LinearProgram, trips: _Trips, grid: list[int]) -> _Flow:
     """The bytes of one kind of trip along the grid: away, copied in, copied out, and how they depend."""
     end = len(grid) - 1
     away, covered = program.variables(end + 1), program.variables(end + 1)
@@ -200,7 +200,7 @@ def _by_interval(positions: list[int], grid: list[int]) -> list[list[int]]:
 
 
 def _copy_after_computing(
-    program: Program, kinds: Sequence[_Trips], flows: Sequence[_Flow], index: int, grid: list[int], idle: int
+    program: LinearProgram, kinds: Sequence[_Trips], flows: Sequence[_Flow], index: int, grid: list[int], idle: int
 ) -> None:
     """Equation 3: what the last computation before a point changes is copied after it, so only in the idle time."""
     last = grid[index + 1] - 1
