@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -101,12 +102,14 @@ def num_repeated(schedule: Schedule) -> int:
 def test_planned_training_is_equal(row: Awkward) -> None:
     """From measuring to training: planning, a refused budget too, leaves no trace."""
     model, twin, inputs = row.make(), row.make(), row.inputs(row.fitted)
-    options = {"bandwidth": 0, "optimizer": "sgd"}
+    options = {"bandwidth": 0, "optimizer": "adam"}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, inputs[0], memory_budget=1000, **options)
     # a little more, as other tests may have left something in memory
     budget = caught.value.minimum_bytes + 2 * inputs[0].nbytes
-    with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
+    with warnings.catch_warnings(), lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
+        if row.skips:  # steps with more layers than the sample's take more, which is told
+            warnings.simplefilter("ignore", lowtide.LowtideWarning)
         found = [(seed_all(5), row.loop(each, inputs))[1] for each in (model, twin)]
         assert_equal(*found)
         assert plan.stats().recomputed_per_step > 0

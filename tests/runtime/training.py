@@ -45,13 +45,16 @@ def train(
         output = model(x)
         value = loss(output)
         value.backward()
+        has_stepped = (index + 1) % micro_batches == 0
+        if has_stepped:
+            optimizer.step()
+        # after the step, whose memory is the budget's: what is noted here is not
         numbers.update({f"{index} output {i}": t.detach().clone() for i, t in enumerate(tensors_of(output))})
         numbers[f"{index} loss"] = value.detach().clone()
         if x.grad is not None:
             numbers[f"{index} input gradient"] = x.grad.clone()
         numbers.update({f"{index} gradient of {n}": t for n, t in gradients(model)})
-        if (index + 1) % micro_batches == 0:
-            optimizer.step()
+        if has_stepped:
             optimizer.zero_grad()
         numbers.update({f"{index} buffer {n}": b.clone() for n, b in model.named_buffers()})
         numbers.update({f"{index} generator {i}": state for i, state in enumerate(generator_states())})

@@ -21,7 +21,11 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_iter
 
 # Storages that live in main memory but stand for another tier, for instance a mapped file.
@@ -114,6 +118,56 @@ class Meter:
         return tensor
 
 
+class StepMeter:
+    """The peak of all live tensors on the CPU from `open` to `close`, which need not nest with blocks of the user's.
+
+    A step of training begins inside the model and ends in the user's loop. So this one stays out of the way: where a
+    meter is open already, it reads that one's figures; where another mode of the user's is, which may end before this
+    one does, it counts nothing; and where a mode was opened since and is still there, it waits for the next occasion to
+    take its own away, and counts nothing meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._account: _WatchedAccount | None = None
+        self._pending: list[_WatchedAccount] = []
+        self._is_own = False
+        self._peak = [0]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it counts."""
+        return self._account is not None
+
+    def open(self) -> int | None:
+        """Begin to count; returns the live bytes now, or None where that is not possible."""
+        self.close()
+        modes = _get_current_dispatch_mode_stack()
+        leader = next((mode for mode in reversed(modes) if isinstance(mode, _WatchedAccount) and mode.counts_all), None)
+        if leader is None and modes:
+            return None
+        self._is_own = leader is None
+        self._account = leader or _WatchedAccount("cpu", search=True)
+        if self._is_own:
+            self._account.open()
+        self._peak = [self._account.live_bytes()]
+        self._account.followers.append(self._peak)
+        return self._peak[0]
+
+    def close(self) -> int | None:
+        """Count no longer; returns the peak, or None where it was not open."""
+        account, self._account = self._account, None
+        if account is not None:
+            account.followers = [peak for peak in account.followers if peak is not self._peak]
+            if self._is_own:
+                account.is_open = False
+                self._pending.append(account)
+        modes = _get_current_dispatch_mode_stack() if self._pending else []
+        while self._pending and modes and modes[-1] is self._pending[-1]:
+            self._pending.pop().close()
+            modes.pop()
+        return None if account is None else self._peak[0]
+
+
 class _CudaAccount:
     """The allocator keeps one peak for all: each reset first hands it to every open meter of the device."""
 
@@ -166,8 +220,17 @@ class _WatchedAccount(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._live_bytes = 0
         self._peak_bytes = 0
+        self.followers: list[list[int]] = []
+        """Peaks of others, each in a list of its own."""
+        self.is_open = False
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether it is open, and knows all tensors that the CPU holds."""
+        return self.is_open and self._search and self._device_type == "cpu"
 
     def open(self) -> None:
+        self.is_open = True
         for tensor in _existing_tensors() if self._search else ():
             self.see(tensor)
         self.reset_peak()
@@ -175,6 +238,7 @@ class _WatchedAccount(TorchDispatchMode):
         super().__enter__()
 
     def close(self) -> None:
+        self.is_open = False
         super().__exit__(None, None, None)
         _unwatch_resize(self._resized)
         with self._lock:
@@ -192,6 +256,8 @@ class _WatchedAccount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if not self.is_open:
+            return out
         for value in tree_iter((args, kwargs, out)):  # arguments too: from_numpy and other threads show up only here
             if isinstance(value, torch.Tensor):
                 self.see(value)
@@ -216,6 +282,8 @@ class _WatchedAccount(TorchDispatchMode):
             self._known[key] = (entry[0], num_bytes)
             self._live_bytes += num_bytes - entry[1]
             self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            for peak in self.followers:
+                peak[0] = max(peak[0], self._live_bytes)
 
     def _forget(self, key: int) -> None:
         with self._lock:
@@ -238,9 +306,11 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 
 def _existing_tensors() -> Iterable[torch.Tensor]:
     """All tensors that Python holds, with their gradients."""
-    for value in gc.get_objects():
-        # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
-        if issubclass(type(value), torch.Tensor) and not torch.nn.parameter.is_lazy(value):
+    values = gc.get_objects()
+    # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Tensor)}
+    for value in values:
+        if type(value) in kinds and not torch.nn.parameter.is_lazy(value):
             yield value
             if not _has_no_memory(value) and value.is_leaf and value.grad is not None:
                 yield value.grad

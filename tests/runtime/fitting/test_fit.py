@@ -62,7 +62,8 @@ def budget_of(share: float) -> int:
 def test_the_budget_holds_over_whole_steps_with_equal_numbers(share):
     budget = budget_of(share) + 4096
     model, inputs = deep(), batches(SHAPE, 3)  # all there when the plan is made: on the CPU every live tensor counts
-    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE, optimizer="adam") as plan:
+    options = {"optimizer": "adam", "loss": lambda output: output.square().mean()}
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE, **options) as plan:
         assert plan.stats().predicted_peak_bytes <= budget
         peak = peak_of_steps(model, inputs)
         assert peak <= budget
@@ -99,7 +100,9 @@ def test_a_budget_too_small_is_refused_with_the_least():
     assert str(least) in str(caught.value)
     assert "_compiled_call_impl" not in vars(model)
     with lowtide.fit(model, x, memory_budget=int(least * 1.05), bandwidth=0):
-        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+        assert_equal(
+            train(model, batches(SHAPE, 2), input_grads=False), train(deep(), batches(SHAPE, 2), input_grads=False)
+        )
 
 
 def test_where_offloading_was_tried_too_a_refusal_does_not_advise_it(monkeypatch):
@@ -131,7 +134,9 @@ def test_a_budget_that_only_the_prediction_exceeds_is_met(monkeypatch):
         assert "the prediction was corrected" in str(plan.notes)
         assert plan.stats().measured_peak_bytes <= budget
         assert plan.stats().predicted_peak_bytes <= budget
-        assert_equal(train(model, batches(SHAPE, 2)), train(deep(), batches(SHAPE, 2)))
+        assert_equal(
+            train(model, batches(SHAPE, 2), input_grads=False), train(deep(), batches(SHAPE, 2), input_grads=False)
+        )
     with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
         lowtide.fit(model, x, memory_budget=budget // 2, **RECOMPUTE)
     assert refused.value.minimum_bytes > budget // 2
@@ -142,7 +147,7 @@ def test_other_shapes():
     budget = budget_of(0.85)
     plan = lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE)
     inputs = [x, x[:20], torch.cat([x, x[:8]]), x, x[:7]]
-    assert_equal(train(model, inputs), train(deep(), inputs))
+    assert_equal(train(model, inputs, input_grads=False), train(deep(), inputs, input_grads=False))
     assert plan.num_shapes == 2  # smaller ones run under the plan of a larger one
     plan = lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE, replan=False)
     with pytest.raises(lowtide.PlanError, match=r"\[20, 32\] float32, but the plan is for \[512, 32\] float32"):
@@ -158,15 +163,16 @@ def test_a_real_step_corrects_the_schedule_it_ran_under_and_not_the_one_planned_
     with lowtide.fit(model, x, memory_budget=budget, **RECOMPUTE) as plan:
         first = plan.chain
         inputs = [x, torch.cat([x, x[:8]]), x]
-        assert_equal(train(model, inputs), train(twin, inputs))
+        assert_equal(train(model, inputs, input_grads=False), train(twin, inputs, input_grads=False))
         assert plan.num_shapes == 2
         assert plan.chain == first
-        monkeypatch.setattr(RealSteps, "peak_bytes", property(lambda _: budget + 64))  # as CUDA might say
+        monkeypatch.setattr(RealSteps, "own_peak_bytes", property(lambda _: budget + 64))  # as CUDA might say
         with pytest.warns(lowtide.LowtideWarning, match="planning again"):
             model(x)
-        assert plan.chain.stages == first.stages
+        monkeypatch.undo()
+        assert [stage.saved_bytes for stage in plan.chain.stages] == [stage.saved_bytes for stage in first.stages]
         assert plan.chain.base_bytes > first.base_bytes
-        assert_equal(train(model, inputs), train(twin, inputs))
+        assert_equal(train(model, inputs, input_grads=False), train(twin, inputs, input_grads=False))
 
 
 def test_peaks_of_planning_are_forgotten_for_each_shape(monkeypatch):
@@ -176,7 +182,7 @@ def test_peaks_of_planning_are_forgotten_for_each_shape(monkeypatch):
     model, x = deep(), batches(SHAPE, 1)[0]
     with lowtide.fit(model, x, memory_budget=budget_of(0.85), **RECOMPUTE):
         assert events.pop() == "forgotten"
-        train(model, [x, torch.cat([x, x[:8]])])
+        train(model, [x, torch.cat([x, x[:8]])], input_grads=False)
         assert events.pop() == "forgotten"
         assert "forgotten" not in events
 
@@ -335,7 +341,7 @@ def test_a_device_that_has_less_memory_than_the_budget_is_planned_for(monkeypatc
 def test_where_a_tenth_less_is_too_little_the_leanest_schedule_is_planned_for(monkeypatch):
     model, inputs, real = deep(), batches(SHAPE, 3), trials._tried
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        lowtide.fit(model, inputs[0], memory_budget=1, **RECOMPUTE)
+        lowtide.fit(model, inputs[0], memory_budget=1, **RECOMPUTE, optimizer="sgd")
     budget, tried = int(1.08 * caught.value.minimum_bytes), []
 
     def full_at_first(model, sample, planned, settings, **more):
@@ -345,10 +351,10 @@ def test_where_a_tenth_less_is_too_little_the_leanest_schedule_is_planned_for(mo
         return real(model, sample, planned, settings, **more)
 
     monkeypatch.setattr(trials, "_tried", full_at_first)
-    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
+    with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE, optimizer="sgd") as plan:
         assert plan.stats().predicted_peak_bytes < budget
         assert sum("ran out of device memory" in note for note in plan.notes) == 1
-        assert_equal(train(model, inputs), train(deep(), inputs))
+        assert_equal(train(model, inputs, input_grads=False), train(deep(), inputs, input_grads=False))
     assert 0.9 * budget < tried[-1] < budget
 
 
@@ -402,7 +408,7 @@ def test_a_bolder_schedule_that_runs_out_of_memory_leaves_the_one_that_was_seen_
     with lowtide.fit(model, inputs[0], memory_budget=budget, **RECOMPUTE) as plan:
         assert plan.schedule.operations == tried[0]
         assert not any("ran out of device memory" in note for note in plan.notes)
-        assert_equal(train(model, inputs), train(deep(), inputs))
+        assert_equal(train(model, inputs, input_grads=False), train(deep(), inputs, input_grads=False))
 
 
 def test_several_schedules_that_take_a_little_more_than_the_budget_do_not_make_it_too_small(monkeypatch):

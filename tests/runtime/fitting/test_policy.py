@@ -138,5 +138,5 @@ def test_a_run_that_was_accepted_goes_on_with_the_leanest_schedule():
     asked = Asked(BUDGET, goes_on=True, update_bytes=1200)
     answer, attempts = driven(asked, device(1500))
     assert attempts[answer.index] == Attempt(1500, is_leanest=True, is_tried=False)
-    assert (answer.peak_bytes, "is below the" in answer.notes[0]) == (None, True)
+    assert (answer.peak_bytes, "is below the" in answer.refusal) == (None, True)
     assert driven(asked, device(500)) == (Accept(0, 0, BUDGET), [Attempt(BUDGET)])

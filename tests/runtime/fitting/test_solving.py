@@ -15,6 +15,7 @@ from tests.chains import random_chains
 import lowtide
 from lowtide import Chain, Stage
 from lowtide.chain import Variant
+from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting import solving
 from lowtide.runtime.fitting.solving import (
     Settings,
@@ -34,7 +35,7 @@ CHAINS = Path(__file__).parents[3] / "examples" / "chains" / "h200"
 def asked(budget: int, strategy: str = "rotor") -> Settings:
     return Settings(
         budget, strategy, bandwidth=0, host_memory_budget=None, optimizer=None, loss=None, stages=None,
-        grads_resident=False, keeps_result=True, slots=None, strict=False, progress=None,
+        grads_resident=False, keeps_result=True, slots=None, checks=Checks.NONE, progress=None,
     )  # fmt: skip
 
 

@@ -29,13 +29,15 @@ def share(values: dict[str, Any] | None, device: torch.device) -> dict[str, Any]
         device: where the model is; with gloo the CPU is used.
 
     Raises:
-        PlanError: on the other ranks, where rank 0 has none.
+        PlanError: on the other ranks, where rank 0 has none; rank 0 has an error of its own.
     """
     place = device if dist.get_backend() == "nccl" else torch.device("cpu")
     text = b"" if values is None else json.dumps(values).encode()
     length = torch.tensor([len(text)], dtype=torch.long, device=place)
     dist.broadcast(length, src=0)
     if not int(length.item()):
+        if is_first():
+            return {}
         raise PlanError("rank 0 could not make a plan; see its own error")
     data = torch.empty(int(length.item()), dtype=torch.uint8, device=place)
     if text:

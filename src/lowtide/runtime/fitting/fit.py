@@ -18,8 +18,8 @@ from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
-from lowtide.runtime.fitting.solving import Settings, solution_for
-from lowtide.runtime.fitting.trials import Planned, corrected, plan_for
+from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
 from lowtide.runtime.measure.weights import Optimizer, unwrapped
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
@@ -196,23 +196,44 @@ class _Fitting:
         self._compiled: list[CompiledStages] = []
         self._planned: dict[Signature, Planned] = {}
 
-    def part(self, sample: Sample, settings: Settings | None = None) -> Part:
-        """Plan for one signature of calls."""
+    def part(
+        self,
+        sample: Sample,
+        settings: Settings | None = None,
+        *,
+        after: RealStep | None = None,
+        goes_on: bool = False,
+    ) -> Part:
+        """Plan for one signature of calls; arguments as for `plan_for`."""
         self.remove()
         settings = settings or self.settings
         try:
             with preserved(self._model):
                 if not self._model.training:
                     self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
-                planned, compiled = plan_for(self._model, _apart(sample), settings)
+                planned, compiled = plan_for(self._model, _apart(sample), settings, after=after, goes_on=goes_on)
         except BaseException:
             for earlier in self._compiled[-1:]:  # the parts there are go on with them
                 earlier.install()
             raise
+        finally:
+            torch.clear_autocast_cache()  # casts of weights, which would stay until the user's block ends
         if compiled is not None:
             compiled.install()  # `preserved` has taken them away
             self._compiled.append(compiled)
-        return self._part(planned, self._signature_of(sample.args, sample.kwargs))
+        signature = self._signature_of(sample.args, sample.kwargs)
+        self._planned[signature] = planned
+        return Part(
+            planned.execution(self._model, settings),
+            signature,
+            settings.memory_budget,
+            settings.bandwidth,
+            planned.rehearsed_peak_bytes,
+            planned.notes,
+            self._compiled[-1] if self._compiled else None,
+            grads_resident=settings.grads_resident,
+            refusal=planned.refusal,
+        )
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
         return Signature.of(args, kwargs, self._device.type, trained_of(self._model.parameters()))
@@ -222,22 +243,8 @@ class _Fitting:
         for compiled in self._compiled:
             compiled.remove()
 
-    def _part(self, planned: Planned, signature: Signature) -> Part:
-        self._planned[signature] = planned
-        return Part(
-            planned.execution(self._model, self.settings),
-            signature,
-            self.settings.memory_budget,
-            self.settings.bandwidth,
-            planned.rehearsed_peak_bytes,
-            planned.notes,
-            self._compiled[-1] if self._compiled else None,
-        )
-
     def part_for(self, sample: Sample, observed: Observed) -> Part:
-        """Plan for a call of a training step; where the model fails on it, its own error comes through."""
-        if observed.exceeded is not None:
-            return self._corrected(observed.exceeded, observed.peak_bytes)
+        """Plan for a call of a training step; if the model fails on it, its own error comes through."""
         try:
             return self._part_for(sample, observed)
         except SampleError as error:
@@ -248,28 +255,24 @@ class _Fitting:
             del original  # its traceback has this frame, and with it the batch
 
     def _part_for(self, sample: Sample, observed: Observed) -> Part:
-        signature, settings = self._signature_of(sample.args, sample.kwargs), self.settings
+        settings = self.settings
         if observed.optimizer is not None and not isinstance(settings.optimizer, torch.optim.Optimizer):
             settings = replace(settings, optimizer=observed.optimizer)
-        if self._compiled and any(signature.fits_within(other) for other in self._planned):
+        if observed.grads_resident:
+            settings = replace(settings, grads_resident=True)
+        signature = self._signature_of(sample.args, sample.kwargs)
+        is_known = any(signature.fits_within(other) for other in self._planned)
+        if self._compiled and is_known and observed.exceeded is None:
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:
                 return self.part(sample, replace(settings, compilation=compilation))
             except InfeasibleBudgetError:
                 pass
-        return self.part(sample, settings)
-
-    def _corrected(self, part: Part, peak_bytes: int) -> Part:
-        """The same stages with a schedule for what a real step took."""
-        assert part.signature is not None
-        planned = self._planned[part.signature]
-        solution = planned.solution
-        try:
-            better = solution_for(corrected(solution.chain, peak_bytes - solution.peak_bytes), self.settings)
-        except InfeasibleBudgetError as error:
-            raise InfeasibleBudgetError(f"after a real step: {error}", minimum_bytes=error.minimum_bytes) from None
-        return self._part(replace(planned, solution=better, rehearsed_peak_bytes=None), part.signature)
+        exceeded = None if observed.exceeded is None else observed.exceeded.signature
+        before = None if exceeded is None else self._planned.get(exceeded)
+        after = None if before is None else RealStep(before, observed.peak_bytes)
+        return self.part(sample, settings, after=after, goes_on=observed.goes_on)
 
 
 def _apart(sample: Sample) -> Sample:

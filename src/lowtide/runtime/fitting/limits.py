@@ -1,16 +1,12 @@
-"""How much memory there is on the device and on the lower tier, and what an optimizer step needs on top."""
+"""How much memory there is on the device and on the lower tier."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
 
 import torch
-from torch import nn
-
-from lowtide.runtime.measure.weights import Optimizer
 
 # Of what is free on the device, this share stays free: for fragmentation and for what others take meanwhile.
 _DEVICE_RESERVE = 0.1
@@ -33,23 +29,6 @@ def host_budget(device: torch.device) -> int:
     if device.type == "cuda":
         return int(_free_host_bytes() * _HOST_SHARE)
     return int(shutil.disk_usage(tempfile.gettempdir()).free * _HOST_SHARE)
-
-
-def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> int:
-    """What an optimizer step allocates while it runs, for torch's optimizers.
-
-    On CUDA they work on all parameters at once and make a copy of each (the denominator of Adam, decayed gradients); on
-    the CPU on one after the other, with two copies of it; a fused one makes none.
-    """
-    sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
-    if not sizes:
-        return 0
-    settings = optimizer.defaults if isinstance(optimizer, torch.optim.Optimizer) else {}
-    if settings.get("fused"):
-        return 0
-    foreach = settings.get("foreach")
-    at_once = device.type == "cuda" if foreach is None else bool(foreach)
-    return sum(sizes) if at_once else 2 * max(sizes)
 
 
 def _free_host_bytes() -> int:

@@ -121,12 +121,14 @@ class Accept:
         more_bytes: the corrected prediction: what to set aside beyond what was measured of the stages.
         peak_bytes: what a trial step took; None: there was none.
         notes: what people should know.
+        refusal: why no schedule stays within the budget, where training goes on under the leanest.
     """
 
     index: int
     more_bytes: int
     peak_bytes: int | None
     notes: tuple[str, ...] = ()
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ def next_attempt(history: History) -> Attempt | Accept | Refuse:
         >>> asked = Asked(memory_budget=1000)
         >>> first = next_attempt(History(asked))
         >>> next_attempt(History(asked).then(first, Trial(990, 1.0, peak_bytes=995)))
-        Accept(index=0, more_bytes=0, peak_bytes=995, notes=())
+        Accept(index=0, more_bytes=0, peak_bytes=995, notes=(), refusal='')
     """
     steps = _decided(history.asked)
     answer = next(steps)
@@ -206,7 +208,7 @@ def _decided(asked: Asked) -> _Steps[Accept | Refuse]:
     if isinstance(outcome, Infeasible):
         index, outcome = yield replace(probe, memory_budget=outcome.minimum_bytes)
         if isinstance(outcome, Trial):
-            return Accept(index, 0, None, (answer.message,))
+            return Accept(index, 0, None, refusal=answer.message or "trial steps ran out of device memory")
     return answer
 
 

@@ -35,6 +35,7 @@ class TrainingStep:
         optimizer: the optimizer, or its kind.
         grads_resident: whether gradients are there from the beginning.
         keeps_result: whether the model's result is in hand while backward runs.
+        kept_bytes: what is in hand of the last result until the next one is there, as in `output = model(x)`.
     """
 
     sample: Sample
@@ -42,6 +43,7 @@ class TrainingStep:
     optimizer: Optimizer
     grads_resident: bool
     keeps_result: bool
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,10 @@ def rehearse(
         holder[0].install(call)
         try:
             _set_gradients(model, resident=step.grads_resident)
+            if device.type == "cuda" and torch.backends.cudnn.benchmark:  # it takes workspaces while it searches
+                _run(model, step)
+                found.restore_sequences()
+                _set_gradients(model, resident=step.grads_resident)
             carried = _carried(model)
             with Meter(device) as meter:
                 _run(model, step)
@@ -132,7 +138,10 @@ def _now(device: torch.device) -> float:
 
 
 def _run(model: nn.Module, step: TrainingStep) -> None:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    kept = torch.empty(step.kept_bytes, dtype=torch.uint8, device=device)
     result = step.sample.call(model)
+    del kept
     target = result if step.loss is None else step.loss(result)
     if step.loss is None and isinstance(target, Mapping) and isinstance(target.get("loss"), torch.Tensor):
         target = target["loss"]
@@ -143,6 +152,7 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     gradients = [
         (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
     ]
+    torch.clear_autocast_cache()  # as where an autocast block ends, before backward, and never grows with trials
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
     for leaf, gradient in gradients:  # tensors of the user's that nobody registered
         leaf.grad = gradient

@@ -1,4 +1,4 @@
-"""From a model and a budget to a schedule that was tried: measures, solves, runs trial steps, as the policy asks."""
+"""Finds a schedule for a model and a budget: measures, solves and runs trial steps, as the policy asks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError, LowtideWarning
+from lowtide.errors import InfeasibleBudgetError, LowtideWarning, ScheduleError
 from lowtide.runtime.compile.compiled import CompiledStages, many_compilations
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.fitting.limits import optimizer_step_bytes
 from lowtide.runtime.fitting.planning import (
     Accept,
     Asked,
@@ -29,6 +28,7 @@ from lowtide.runtime.fitting.planning import (
 from lowtide.runtime.fitting.rehearsal import Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
+from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of, host_bytes, tier_for
@@ -59,6 +59,12 @@ class Planned:
     solution: Solution
     rehearsed_peak_bytes: int | None
     notes: tuple[str, ...]
+    unknown_bytes: int = 0
+    """What is left in the prediction, and added to trial steps, for what only real steps show."""
+    more_bytes: int = 0
+    """By how much a trial step has corrected the prediction."""
+    refusal: str = ""
+    """Why no schedule stays within the budget, where this is the leanest."""
 
     @property
     def chain(self) -> Chain:
@@ -72,12 +78,45 @@ class Planned:
         return Execution(model, self.split, schedule, self.chain, tier, checks=settings.checks)
 
 
-def plan_for(model: nn.Module, sample: Sample, settings: Settings) -> tuple[Planned, CompiledStages | None]:
-    """Measure, solve, try the schedule in one step, and correct the prediction where it was off."""
+@dataclass(frozen=True, slots=True)
+class RealStep:
+    """A step under a schedule that took more than the budget."""
+
+    planned: Planned
+    peak_bytes: int
+
+    def unknown_bytes(self, chain: Chain) -> int:
+        """What no trial step has: what the step took beyond what it is expected to take, measured anew."""
+        before = self.planned
+        if chain.num_stages != before.chain.num_stages:
+            return before.unknown_bytes
+        now = replace(chain, base_bytes=chain.base_bytes + before.unknown_bytes)
+        try:
+            expected = before.solution.on(corrected(now, before.more_bytes)).peak_bytes
+        except ScheduleError:  # it runs variants that are not there this time
+            expected = before.solution.peak_bytes
+        return before.unknown_bytes + max(0, self.peak_bytes - expected)
+
+
+def plan_for(
+    model: nn.Module, sample: Sample, settings: Settings, *, after: RealStep | None = None, goes_on: bool = False
+) -> tuple[Planned, CompiledStages | None]:
+    """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
+
+    Args:
+        model: the model.
+        sample: what it is called with.
+        settings: what was asked for.
+        after: a real step that took more than predicted, which is planned for.
+        goes_on: where no schedule stays within the budget, take the leanest.
+    """
     with many_compilations() if settings.compilation is not None else nullcontext():
         split, (chain, compiled) = measured_for(model, sample, settings)
         try:
-            planned = tried_schedule(model, sample, split, chain, settings)
+            unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
+            planned = tried_schedule(
+                model, sample, split, chain, settings, unknown_bytes=unknown_bytes, goes_on=goes_on
+            )
             let_go(device_of(model))
             return planned, compiled
         except BaseException:
@@ -121,15 +160,26 @@ def measured_for(
     return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)
 
 
-def tried_schedule(model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> Planned:
+def tried_schedule(
+    model: nn.Module,
+    sample: Sample,
+    split: Split,
+    chain: Chain,
+    settings: Settings,
+    *,
+    unknown_bytes: int = 0,
+    goes_on: bool = False,
+) -> Planned:
     """A schedule that a trial step has shown to stay within the budget, and the device to have the memory for.
+
+    At least `unknown_bytes` are left for what only real steps show. With `goes_on` the leanest, where there is none.
 
     Raises:
         InfeasibleBudgetError: where there is none, with the least budget that works.
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
-    trials = _Trials(model, sample, split, chain, settings)
-    history = History(trials.asked)
+    trials = _Trials(model, sample, split, chain, settings, unknown_bytes)
+    history = History(replace(trials.asked, goes_on=goes_on))
     while isinstance(answer := next_attempt(history), Attempt):
         try:
             outcome = trials.outcome(answer)
@@ -148,7 +198,9 @@ def tried_schedule(model: nn.Module, sample: Sample, split: Split, chain: Chain,
 class _Trials:
     """Solves and runs trial steps of one model; each attempt's schedule stays at hand."""
 
-    def __init__(self, model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings, unknown_bytes: int
+    ) -> None:
         self._model = model
         self._sample = sample
         self._split = split
@@ -157,10 +209,10 @@ class _Trials:
         loss_bytes = _unknown_loss_bytes(chain, settings)
         if loss_bytes:
             self._notes.append(
-                f"the loss is not known (loss=): {format_bytes(loss_bytes)}, a copy of the result, are left for it"
+                f"the loss is not known (loss=): {format_bytes(loss_bytes)}, two copies of the result, are left for it"
             )
         rounding_bytes = _ROUNDING_BYTES if device_of(model).type == "cuda" else 0
-        self._unknown_bytes = loss_bytes + rounding_bytes
+        self._unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
         self._chain = replace(chain, base_bytes=chain.base_bytes + self._unknown_bytes)
         self._solutions: list[Solution | None] = []
         self.asked = Asked(
@@ -205,11 +257,21 @@ class _Trials:
         solution = self._solutions[accept.index]
         assert solution is not None
         priced = solution.on(corrected(self._chain, accept.more_bytes))
-        return Planned(self._split, priced, accept.peak_bytes, (*self._notes, *accept.notes))
+        notes = (*self._notes, *accept.notes)
+        return Planned(
+            self._split, priced, accept.peak_bytes, notes, self._unknown_bytes, accept.more_bytes, accept.refusal
+        )
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
-    step = TrainingStep(sample, settings.loss, settings.optimizer, settings.grads_resident, settings.keeps_result)
+    step = TrainingStep(
+        sample,
+        settings.loss,
+        settings.optimizer,
+        settings.grads_resident,
+        settings.keeps_result,
+        planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
+    )
     return rehearse(model, step, lambda: planned.execution(model, settings), num_timed=num_timed)
 
 
@@ -231,14 +293,15 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
 def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) -> int:
     """All that is there while the optimizer makes its step."""
     gradients = 0 if chain.grads_resident else sum(stage.weight_grad_bytes for stage in chain.stages)
-    step_bytes = optimizer_step_bytes(settings.optimizer, model.parameters(), device_of(model))
+    step_bytes = optimizer_step_bytes(settings.optimizer, model.parameters())
     return chain.fixed_bytes + gradients + step_bytes
 
 
 def _unknown_loss_bytes(chain: Chain, settings: Settings) -> int:
-    """Room for a loss that the caller computes and did not hand over: most make one more tensor like the result.
+    """Room for a loss that the caller computes and did not pass: what cross entropy takes, logarithms and their
+    gradient, each as large as the result.
 
     A result that is a loss already is a number, whose gradient is a few bytes.
     """
     num_bytes = chain.gradient_bytes(chain.num_stages)
-    return num_bytes if settings.loss is None and num_bytes > _LARGEST_NUMBER_BYTES else 0
+    return 2 * num_bytes if settings.loss is None and num_bytes > _LARGEST_NUMBER_BYTES else 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import CaptureError, shown
+from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.split import Split
 
 # How many tensors of the parameter's size each kind of optimizer keeps for it (torch.optim's defaults).
@@ -27,6 +30,25 @@ OPTIMIZER_KINDS = {
     "adadelta": 2,
     "amsgrad": 3,
 }
+
+# How to make one of each; lion is not torch's, and takes what SGD with momentum does.
+_KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "lion": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
+}
+
+# The size of the tensors that tell what a step takes: on CUDA large beside what its allocator rounds up.
+_TRIED_BYTES = {"cuda": 2**20}
+_TRIED_BYTES_ELSEWHERE = 2**12
 
 Optimizer = torch.optim.Optimizer | str | None
 
@@ -122,6 +144,71 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     return total
 
 
+def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+    """What an optimizer's step allocates for its own duration, found by steps of such an optimizer on small tensors."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained or optimizer is None:
+        return 0
+    if isinstance(optimizer, str):
+        kind = _KINDS.get(optimizer.lower())
+        return 0 if kind is None else _step_bytes(kind, trained)
+    ids, found = set(map(id, trained)), 0
+    for group in optimizer.param_groups:
+        own = [parameter for parameter in group["params"] if id(parameter) in ids]
+        if own:
+            found = max(found, _step_bytes(partial(_like, optimizer, group), own))
+    return found
+
+
+def _step_bytes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> int:
+    """Of one group of parameters: a share of all of them where the optimizer works on them at once, and of the largest
+    where it takes one after the other. Steps of two and of three equal tensors tell both shares.
+    """
+    like, sizes = parameters[0], [p.numel() * p.element_size() for p in parameters]
+    try:
+        of_two, of_three = (_temporary_bytes(make, like, num_tensors) for num_tensors in (2, 3))
+    except (TypeError, RuntimeError, ValueError, AttributeError, CaptureError):
+        return max(sizes) * 2  # as torch's own for one tensor after the other
+    of_all = max(0, of_three - of_two)
+    of_largest = max(0, of_two - 2 * of_all)
+    tried_bytes = _TRIED_BYTES.get(like.device.type, _TRIED_BYTES_ELSEWHERE)
+    return math.ceil((of_all * sum(sizes) + of_largest * max(sizes)) / tried_bytes)
+
+
+def _temporary_bytes(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], like: nn.Parameter, num_tensors: int
+) -> int:
+    """What a step of an optimizer for so many tensors takes."""
+    tried_bytes = _TRIED_BYTES.get(like.device.type, _TRIED_BYTES_ELSEWHERE)
+    shape = (64, tried_bytes // like.element_size() // 64)
+    tensors = [nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_tensors)]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer, found = make(tensors), 0
+    for _ in range(2):  # the first one makes the state
+        with Meter(like.device, search=False) as meter:
+            gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+            for each in (*tensors, *gradients, *_state_of(optimizer)):
+                meter.see(each)
+            optimizer.step()
+            found = max(found, meter.peak_bytes - meter.live_bytes)
+    return found
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _like(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings for other parameters."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
+    return type(optimizer)(parameters, **settings)
+
+
 def _bytes_on(device: torch.device, value: Any) -> int:
     on_device = isinstance(value, torch.Tensor) and value.device == device
     return value.numel() * value.element_size() if on_device else 0
@@ -131,10 +218,8 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     """What such an optimizer keeps for each element and for each parameter, found by one step of a tiny one."""
     trial = nn.Parameter(torch.zeros(8, 16, dtype=like.dtype, device=like.device))
     trial.grad = torch.ones_like(trial)
-    accepted = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
     try:
-        tiny = type(optimizer)([trial], **settings)
+        tiny = _like(optimizer, group, [trial])
         tiny.step()
     except (TypeError, RuntimeError, ValueError, AttributeError):
         raise CaptureError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import logging
 import os
+import sys
+import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from operator import attrgetter, is_
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -23,6 +26,8 @@ from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.execute.machine import Counters
+from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -31,20 +36,22 @@ from lowtide.runtime.plan.steps import RealSteps
 from lowtide.runtime.plan.text import plan_text, stats_text
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 FORMAT = "lowtide.plan/1"
 
 # Plans for other shapes are kept, the least recently used goes first: enough for a few buckets of sequence lengths.
 _NUM_KEPT = 8
 
-# The first steps are looked at: the first optimizer step makes its state, the second shows what stays.
-_NUM_WATCHED = 3
+# How often what real steps took is planned for: each time with what the last plan has shown. More was never needed.
+_MOST_CORRECTIONS = 3
+
+LOGGER = logging.getLogger("lowtide")
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Predicted against measured; None where it is not known (yet)."""
+    """Predicted and measured figures; None if not known (yet)."""
 
     num_steps: int
     predicted_seconds: float | None
@@ -52,11 +59,11 @@ class Stats:
     """From the start of forward to the end of backward, the median of the last steps."""
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
-    """On CUDA the allocator's peak since `fit` last made a schedule, or since it was reset; on the CPU that of the
-    rehearsal.
+    """Of real steps since the last schedule was made: on CUDA the allocator's peak, unless it was reset; on the CPU the
+    peak of all live tensors, over the first steps and some later ones. Before the first step, that of the trial.
     """
     recomputed_per_step: float
-    """How many stages run forward again in a step."""
+    """How many stages are recomputed in a step."""
     moved_bytes_per_step: float
     """Bytes copied between device and host in a step, both ways."""
 
@@ -77,6 +84,10 @@ class Part:
         notes: what people should know of it.
         compiled: its stages, where they are compiled.
         checked: the calls for which its variants were checked; None: those of the signature.
+        grads_resident: gradients may be there when a forward begins.
+        others_bytes: what others than the model and its optimizer held on the CPU when it was made.
+        peak_bytes: the most that a step under it was seen to take.
+        refusal: why no schedule stays within the budget, where this is the leanest.
     """
 
     execution: Execution
@@ -87,6 +98,15 @@ class Part:
     notes: tuple[str, ...] = ()
     compiled: CompiledStages | None = None
     checked: Signature | None = None
+    grads_resident: bool = False
+    others_bytes: int = 0
+    peak_bytes: int = 0
+    refusal: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ran under it."""
+        return self.execution.machine.counters.num_steps
 
     def serves(self, signature: Signature) -> bool:
         """Whether it can be used for a call: one that needs no more than the planned one, and the same one where there
@@ -107,13 +127,17 @@ class Observed:
 
     Args:
         optimizer: the one that steps the model's parameters; None: none has yet, or it is not clear which.
+        grads_resident: gradients were there when a forward began.
         exceeded: the part under which a step took more than its budget; None: none did.
         peak_bytes: what that step took.
+        goes_on: where no schedule stays within the budget, the leanest is taken.
     """
 
     optimizer: torch.optim.Optimizer | None = None
+    grads_resident: bool = False
     exceeded: Part | None = None
     peak_bytes: int = 0
+    goes_on: bool = True
 
 
 class Planner(Protocol):
@@ -148,8 +172,15 @@ class Plan:
         self._parameters = list(model.parameters())
         self._dtypes = list(map(_dtype, self._parameters))
         self._structure = Structure(model)
-        self._steps = RealSteps(model, part.execution.machine.device)
-        self._num_corrected = 0
+        self._registered = self._structure.parameters()
+        self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
+        self._steps = RealSteps(model, part.execution.machine.device, measures=part.memory_budget is not None)
+        self._grads_resident = False
+        self._ignores_settings = False
+        self._num_by_settings = 0
+        self._num_exceeded = 0
+        self._earlier = Counters()
+        part.others_bytes = self._steps.others_bytes()
         part.execution.install(self._call)
         self._attached = True
 
@@ -187,7 +218,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What people should know of it."""
+        """What the user should know."""
         return (*self.split.notes, *self._part.notes)
 
     @property
@@ -196,17 +227,18 @@ class Plan:
         return 1 + len(self._others)
 
     def stats(self) -> Stats:
-        """What was predicted, and what has been measured since."""
+        """Return what was predicted and what has been measured since."""
         execution = self._part.execution
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
+        num_steps = self._earlier.num_steps + sum(p.num_steps for p in (self._part, *self._others.values()))
         peak = self._steps.peak_bytes
         return Stats(
-            counters.num_steps,
+            num_steps,
             None if predicted is None else predicted.seconds,
             execution.measured_seconds(),
             None if predicted is None else predicted.peak_bytes,
-            self._part.rehearsed_peak_bytes if peak is None else peak,
+            peak or self._part.peak_bytes or self._part.rehearsed_peak_bytes,
             counters.num_recomputed / steps,
             counters.moved_bytes / steps,
         )
@@ -254,7 +286,7 @@ class Plan:
             >>> plan.report("plan.html")                                # doctest: +SKIP
         """
         if self.chain is None:
-            raise PlanError("this plan was attached without a chain, so its costs are not known; measure one first")
+            raise PlanError("this plan was attached without a chain, so its costs are unknown; attach a solution")
         stats, device = self.stats(), self._part.execution.machine.device
         measured = Measured(stats.measured_seconds, stats.measured_peak_bytes, _named(device), stats.num_steps or None)
         write_report(
@@ -277,7 +309,7 @@ class Plan:
     # Attaching
 
     def detach(self) -> None:
-        """Give the model back as it was; graphs that are still alive can be used as before."""
+        """Give the model back as it was; graphs that are still alive keep working."""
         if self._attached:
             self._attached = False
             self._part.execution.remove()
@@ -302,7 +334,9 @@ class Plan:
         if previous.signature is not None and previous.signature != part.signature:
             self._others[previous.signature] = previous
             while len(self._others) >= _NUM_KEPT:
-                self._others.popitem(last=False)
+                self._earlier.num_steps += self._others.popitem(last=False)[1].num_steps
+        elif previous is not part:
+            self._earlier.num_steps += previous.num_steps
         self._part = part
         part.execution.install(self._call)
 
@@ -316,97 +350,180 @@ class Plan:
                 "freed; call plan.detach() before such calls"
             )
         self._check_parameters()
-        self._check_peak(args, kwargs)
+        self._end_step()
         self._choose_part(args, kwargs)
         part = self._part
-        checked = part.checked is None or part.checked == self._signature_of(args, kwargs)
-        return part.execution.call(plain, args, kwargs, with_variants=checked)
+        checked = part.checked is None or part.checked.has_same_shapes(self._signature_of(args, kwargs))
+        self._steps.begin(part.others_bytes)
+        result = part.execution.call(plain, args, kwargs, with_variants=checked)
+        self._steps.returned(_num_bytes(tensors_of(result)))
+        return result
 
-    def _check_peak(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Did the first steps stay within the budget? If not, plan again with what they took, once."""
-        part, num_steps = self._part, self._part.execution.machine.counters.num_steps
-        if self._planner is None or part.memory_budget is None or self._num_corrected:
-            return
-        if not 1 <= num_steps <= _NUM_WATCHED or self._signature_of(args, kwargs) != part.signature:
-            return
-        peak_bytes = self._steps.peak_bytes
-        if peak_bytes is None or peak_bytes <= part.memory_budget:
-            return
-        self._num_corrected += 1
-        predicted = part.execution.schedule.predicted
-        expected = peak_bytes if predicted is None else predicted.peak_bytes
-        warnings.warn(
-            f"a step took {format_bytes(peak_bytes)} where {format_bytes(expected)} was predicted and "
-            f"{format_bytes(part.memory_budget)} is the budget; planning again with "
-            f"{format_bytes(max(0, peak_bytes - expected))} more set aside (give loss= and optimizer= to have them "
-            "counted from the start)",
-            LowtideWarning,
-            stacklevel=4,
-        )
-        self._plan_again(Sample(args, kwargs), Observed(self._steps.optimizer, part, peak_bytes))
-
-    def _plan_again(self, sample: Sample, observed: Observed) -> None:
+    def _plan_again(self, sample: Sample, reason: str, observed: Observed) -> None:
+        """Go over to a part that the planner makes for a call."""
         assert self._planner is not None
+        begin = time.perf_counter()
         self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
         try:
             part = self._planner.part_for(sample, observed)
         finally:
             self._part.execution.install(self._call)
+        LOGGER.info("planned again in %s: %s", format_seconds(time.perf_counter() - begin), reason)
+        if part.refusal:
+            _warn(f"{reason}, and {part.refusal}; training continues with the leanest schedule")
         self.use(part)
+        self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
         self._steps.forget()
+        part.others_bytes = self._steps.others_bytes()
+
+    def _end_step(self) -> None:
+        """Note what the last step took."""
+        part = self._part
+        self._steps.end()
+        part.peak_bytes = max(part.peak_bytes, self._steps.own_peak_bytes)
+        if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
+            self._steps.forget()  # it is not the peak of the part that the next call may be for
+
+    def _exceeded(self) -> str:
+        """How steps under this part took more than its budget; empty: they did not, or nothing more can be done."""
+        part, peak_bytes = self._part, self._part.peak_bytes
+        if self._planner is None or part.memory_budget is None or self._num_exceeded >= _MOST_CORRECTIONS:
+            return ""
+        if peak_bytes <= part.memory_budget or part.refusal:
+            return ""
+        predicted = part.execution.schedule.predicted
+        expected = "" if predicted is None else f" ({format_bytes(predicted.peak_bytes)} predicted)"
+        return f"a step took {format_bytes(peak_bytes)}{expected}, but the budget is {format_bytes(part.memory_budget)}"
+
+    def _correct(self, sample: Sample, reason: str) -> None:
+        """Plan again for what a real step took, and say so."""
+        self._num_exceeded += 1
+        self._plan_again(sample, reason, self._observed(exceeded=self._part, peak_bytes=self._part.peak_bytes))
+        if not self._part.refusal:  # else it was said
+            _warn(f"{reason}; planning again (pass loss= and optimizer= to fit to have them counted from the start)")
+
+    def _observed(self, **more: Any) -> Observed:
+        return Observed(self._steps.optimizer, self._grads_resident, **more)
+
+    def _has_unplanned_gradients(self) -> bool:
+        """Whether gradients are there, when a forward begins, for which the part leaves no room."""
+        part = self._part
+        if part.grads_resident or self._planner is None or part.memory_budget is None:
+            return False
+        if not any(parameter.grad is not None for parameter in self._parameters):
+            return False
+        chain, largest = self.chain, max((p.numel() * p.element_size() for p in self._parameters), default=0)
+        if chain is not None and not chain.grads_resident:
+            resident = replace(chain, grads_resident=True)
+            peak_bytes = simulate(resident, self.schedule, bandwidth=part.bandwidth or None).peak_bytes
+            part.grads_resident = peak_bytes + largest <= part.memory_budget
+        return not part.grads_resident
 
     def _check_parameters(self) -> None:
         """Refuse a model that was moved, or has other parts: nothing measured holds for it."""
         device = self._part.execution.machine.device
         if self._parameters and self._parameters[0].device != device:
             raise PlanError(
-                f"the model is on {self._parameters[0].device}, and its plan was made on {device}; {FIT_AGAIN}"
+                f"the model is on {self._parameters[0].device}, but its plan was made on {device}; {FIT_AGAIN}"
             )
         self._structure.check(self.model)
+        registered = self._structure.parameters()
+        if len(registered) != len(self._registered) or not all(map(is_, registered, self._registered)):
+            self._registered, self._parameters = registered, list(self.model.parameters())
+            self._has_larger_parameters = _num_bytes(self._parameters) > self._parameter_bytes
         now = list(map(_dtype, self._parameters))
         if now == self._dtypes:
             return
         names = [name for name, _ in self.model.named_parameters()]
-        name, then, dtype = next(entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2])
-        raise PlanError(f"parameter {name!r} is {dtype}, and was {then} when the plan was made; {FIT_AGAIN}")
+        changed = next((entry for entry in zip(names, self._dtypes, now, strict=False) if entry[1] != entry[2]), None)
+        if changed is None:
+            raise PlanError(
+                f"the model has {len(now)} parameters, but had {len(self._dtypes)} when the plan was made; {FIT_AGAIN}"
+            )
+        name, then, dtype = changed
+        raise PlanError(f"parameter {name!r} is {dtype}, but was {then} when the plan was made; {FIT_AGAIN}")
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call; one that trains no more than was planned for counts as that, without variants."""
         trained, planned = trained_of(self._parameters), self._part.signature
         if planned is not None and trains_no_more(trained, planned.trained) and not self._part.execution.has_variants:
             trained = planned.trained
-        return Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
+        signature = Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
+        return replace(signature, settings=None) if self._ignores_settings else signature
 
     def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the part for a call the current one."""
         planned = self._part.signature
-        if planned is None:
+        if planned is not None:
+            self._choose_by_signature(planned, args, kwargs)
+        if self._has_unplanned_gradients():
+            self._grads_resident = True
+            self._earlier.num_steps += sum(part.num_steps for part in self._others.values())
+            self._others.clear()
+            reason = "gradients are there when a forward begins (grads_resident=True has them counted from the start)"
+            self._plan_again(Sample(args, kwargs), reason, self._observed())
             return
+        reason = self._exceeded()
+        if reason:
+            self._correct(Sample(args, kwargs), reason)
+        elif self._planner is not None and self._has_larger_parameters:
+            self._plan_again(Sample(args, kwargs), "parameters were replaced by larger ones", self._observed())
+
+    def _choose_by_signature(self, planned: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         signature = self._signature_of(args, kwargs)
-        if signature == planned:
+        if not self._replans:
+            signature, planned = signature.in_shapes_alone(), planned.in_shapes_alone()
+        reason = signature.difference(planned)
+        if not reason:
             return
         if not self._replans:
-            raise PlanError(
-                f"{signature.difference(planned)}; lowtide.fit plans for these shapes (and by default for others later)"
-            )
+            raise PlanError(f"{reason}; call fit for these shapes (by default it also plans for other shapes later)")
         if signature in self._others:
             self.use(self._others.pop(signature))
-        elif not self._part.serves(signature):
+        elif not self._part.serves(signature) and not self._has_room_for_input_gradients(signature, planned):
             fitting = next((s for s, part in self._others.items() if part.serves(signature)), None)
             if fitting is not None:
                 self.use(self._others.pop(fitting))
-                return
-            try:
-                self._plan_again(Sample(args, kwargs), Observed(self._steps.optimizer))
-            except InfeasibleBudgetError as error:
-                message = f"{signature.difference(planned)}, and {error}"
-                raise InfeasibleBudgetError(message, minimum_bytes=error.minimum_bytes) from None
+            else:
+                self._plan_for(signature, planned, Sample(args, kwargs), reason)
+
+    def _has_room_for_input_gradients(self, signature: Signature, planned: Signature) -> bool:
+        """Whether all that is new is that inputs require gradients, and the schedule has room for them.
+
+        Where parameters are frozen more than that is new: stages run backward that did not.
+        """
+        part, chain = self._part, self.chain
+        if chain is None or part.memory_budget is None or part.execution.has_variants or b"\0" in planned.trained:
+            return False
+        if signature.without_gradients() != planned.without_gradients():
+            return False
+        asking = replace(chain, input_grad_bytes=max(chain.input_grad_bytes, chain.input_bytes))
+        if simulate(asking, self.schedule, bandwidth=part.bandwidth or None).peak_bytes > part.memory_budget:
+            return False
+        part.signature = signature
+        return True
+
+    def _plan_for(self, signature: Signature, planned: Signature, sample: Sample, reason: str) -> None:
+        before = self.chain
+        try:
+            goes_on = signature.has_no_larger_tensors(planned)
+            self._plan_again(sample, reason, self._observed(goes_on=goes_on))
+        except InfeasibleBudgetError as error:
+            raise InfeasibleBudgetError(f"{reason}, and {error}", minimum_bytes=error.minimum_bytes) from None
+        if replace(signature, settings=None) == replace(planned, settings=None):
+            # numbers and words alone were others: where they do not set sizes (a step's number, a caption) they are of
+            # no matter from now on, and steps that take more all the same are seen to do so
+            self._num_by_settings += 1
+            self._ignores_settings = (
+                _saved_bytes(before) == _saved_bytes(self.chain) or self._num_by_settings >= _NUM_KEPT
+            )
 
     # Files
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: a copy would run the same model, or another that it does not know."""
         raise PlanError(
-            "a plan belongs to one model and cannot be copied or pickled; write it with plan.save(path) and attach it "
+            "a plan belongs to one model and cannot be copied or pickled; save it with plan.save(path) and attach it "
             "to the other model with lowtide.load_plan(path, model); models that have a plan can be copied"
         )
 
@@ -432,13 +549,30 @@ class Plan:
         write_json(path, self.to_dict())
 
 
+def _warn(message: str) -> None:
+    """Warn with the line of the user's code that called the model."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lowtide", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, LowtideWarning, stacklevel=level)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _saved_bytes(chain: Chain | None) -> list[tuple[int, int]] | None:
+    """What stages leave and save."""
+    return None if chain is None else [(stage.output_bytes, stage.saved_bytes) for stage in chain.stages]
+
+
 def _named(device: torch.device) -> str:
-    """A device as people call it."""
+    """A readable name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def attached_plan(model: nn.Module) -> Plan | None:
-    """The plan under which a model runs, where there is one."""
+    """The plan of a model, if it has one."""
     execution = getattr(handler_of(model), "__self__", None)
     owner = getattr(execution.handler, "__self__", None) if isinstance(execution, Execution) else None
     return owner if isinstance(owner, Plan) else None

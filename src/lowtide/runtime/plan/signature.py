@@ -3,52 +3,96 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter, is_, le
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import PlanError
-from lowtide.runtime.model.containers import tensors_of
 
 _requires_grad = attrgetter("requires_grad")
 
 FIT_AGAIN = "call fit again"
 
-TensorForm = tuple[tuple[int, ...], str]
-"""Shape and dtype."""
+# What of arguments is looked at, at each call: objects of the user's own (a batch of graphs) so deep inside others, and
+# no more values than this, so that a large object costs a step nothing to speak of.
+_MOST_DEPTH = 4
+_MOST_VALUES = 512
+_LONGEST_TEXT = 64
+
+_OPAQUE = (str, bytes, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator, type(None))
+
+TensorForm = tuple[tuple[int, ...], str, str]
+"""Shape, dtype, and what else makes a difference: whether it requires a gradient, and an unusual memory format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The tensors of one call, the dtype of autocast around it, and which of the model's parameters are trained."""
+    """The tensors of one call, the numbers and words beside them, the dtype of autocast around it, and which of the
+    model's parameters are trained.
+    """
 
     tensors: tuple[TensorForm, ...]
     autocast: str = ""
     trained: bytes = b""
     """A byte for each parameter, 1 where it requires a gradient; empty: not known."""
+    settings: tuple[str, ...] | None = None
+    """Whole numbers, floats, flags and short texts among the arguments; None: not known, or of no matter."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str, trained: bytes = b"") -> Signature:
         """The signature of a call."""
-        forms = tuple((tuple(t.shape), _name(t.dtype)) for t in tensors_of((args, dict(kwargs))))
+        tensors: list[TensorForm] = []
+        settings: list[str] = []
+        for value in _leaves((args, dict(kwargs))):
+            if isinstance(value, torch.Tensor):
+                tensors.append((tuple(value.shape), _name(value.dtype), _marks(value)))
+            else:
+                settings.append(repr(value))
         cast = torch.is_autocast_enabled(device_type)
-        return cls(forms, _name(torch.get_autocast_dtype(device_type)) if cast else "", trained)
+        autocast = _name(torch.get_autocast_dtype(device_type)) if cast else ""
+        return cls(tuple(tensors), autocast, trained, tuple(settings))
 
     def fits_within(self, planned: Signature) -> bool:
         """Whether a call needs no more than the planned one: the same tensors, none of them larger."""
-        if len(self.tensors) != len(planned.tensors) or self.autocast != planned.autocast:
-            return False
-        if not trains_no_more(self.trained, planned.trained):
-            return False
-        return all(
-            dtype == other_dtype and len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
-            for (shape, dtype), (other, other_dtype) in zip(self.tensors, planned.tensors, strict=True)
+        return (
+            self.has_no_larger_tensors(planned)
+            and all(_needs_no_more(now[2], then[2]) for now, then in zip(self.tensors, planned.tensors, strict=True))
+            and self.autocast == planned.autocast
+            and trains_no_more(self.trained, planned.trained)
+            and self.has_same_settings(planned)
         )
+
+    def has_no_larger_tensors(self, planned: Signature) -> bool:
+        """Whether there are the same tensors, none of them larger."""
+        return len(self.tensors) == len(planned.tensors) and all(
+            dtype == other_dtype and len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
+            for (shape, dtype, _), (other, other_dtype, _) in zip(self.tensors, planned.tensors, strict=True)
+        )
+
+    def has_same_settings(self, planned: Signature) -> bool:
+        """Whether numbers and words among the arguments are the same, as far as they are known."""
+        return self.settings == planned.settings or self.settings is None or planned.settings is None
+
+    def has_same_shapes(self, other: Signature) -> bool:
+        """Whether two calls are the same but for what `in_shapes_alone` leaves out."""
+        return self.in_shapes_alone() == other.in_shapes_alone()
+
+    def in_shapes_alone(self) -> Signature:
+        """Without what only `fit` plans for: gradients of inputs, memory formats, numbers and words."""
+        forms = tuple((shape, dtype, "") for shape, dtype, _ in self.tensors)
+        return Signature(forms, self.autocast, self.trained)
+
+    def without_gradients(self) -> Signature:
+        """As if no input required a gradient."""
+        forms = tuple((shape, dtype, _without_gradient(marks)) for shape, dtype, marks in self.tensors)
+        return replace(self, tensors=forms)
 
     def difference(self, planned: Signature) -> str:
         """Describe how the call differs from the planned one; empty if it does not."""
@@ -63,21 +107,80 @@ class Signature:
             return "more parameters require gradients than when the plan was made"
         if self.trained != planned.trained:
             return "fewer parameters require gradients than when the variants of compiled blocks were checked"
+        if not self.has_same_settings(planned):
+            given, expected = _words(self.settings), _words(planned.settings)
+            return f"the call has {given} beside its tensors, but the plan is for {expected}"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
-        tensors = [[list(shape), dtype] for shape, dtype in self.tensors]
+        tensors = [[list(shape), dtype, *([marks] if marks else [])] for shape, dtype, marks in self.tensors]
         return {"tensors": tensors, "autocast": self.autocast, "trained": self.trained.hex()}
 
     @classmethod
     def from_dict(cls, values: Any) -> Signature:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`; numbers and words are not kept in files."""
         try:
-            tensors = tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in values["tensors"])
+            tensors = tuple(
+                (tuple(int(n) for n in t[0]), str(t[1]), "".join(map(str, t[2:]))) for t in values["tensors"]
+            )
             return cls(tensors, str(values["autocast"]), bytes.fromhex(values.get("trained", "")))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, IndexError):
             raise PlanError("the signature is invalid; was the file edited?") from None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The tensors, numbers, flags and short texts in arguments, those of objects of the user's own included."""
+    pending, num_seen = [(value, 0)], 0
+    seen: set[int] = set()
+    while pending and num_seen < _MOST_VALUES:
+        each, depth = pending.pop()
+        num_seen += 1
+        if isinstance(each, torch.Tensor | bool | int | float) or (
+            isinstance(each, str) and len(each) <= _LONGEST_TEXT
+        ):
+            yield each
+        elif isinstance(each, _OPAQUE):
+            continue
+        elif depth <= _MOST_DEPTH and id(each) not in seen:
+            seen.add(id(each))
+            pending += [(part, depth + 1) for part in reversed(_parts_of(each))]
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What a container or an object holds."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    slots = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    return [*slots, *getattr(value, "__dict__", {}).values()]
+
+
+def _marks(tensor: torch.Tensor) -> str:
+    """Whether a tensor requires a gradient, and whether its images lie channels last."""
+    wants = "requires grad" if tensor.requires_grad else ""
+    if tensor.dim() != 4 or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return wants
+    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return ", ".join(filter(None, (wants, "channels last" if is_last else "")))
+
+
+def _needs_no_more(marks: str, planned: str) -> bool:
+    if marks == planned:
+        return True
+    return marks == _without_gradient(planned)
+
+
+def _without_gradient(marks: str) -> str:
+    return marks.removeprefix("requires grad").removeprefix(", ")
+
+
+def _words(settings: tuple[str, ...] | None) -> str:
+    return ", ".join(settings or ())[:80] or "nothing"
 
 
 def trained_of(parameters: Iterable[nn.Parameter]) -> bytes:
@@ -101,10 +204,15 @@ class Structure:
     def _look(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._tables = [module._modules for module in self._modules.values()]
+        self._parameter_tables = [module._parameters for module in self._modules.values()]
         self._then = self._now()
 
     def _now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def parameters(self) -> list[nn.Parameter | None]:
+        """All parameters, quickly; one that modules share appears several times."""
+        return list(chain.from_iterable(map(dict.values, self._parameter_tables)))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose submodules have changed; new names for the same ones are fine.
@@ -153,4 +261,4 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _form(form: TensorForm) -> str:
-    return f"{list(form[0])} {form[1]}"
+    return " ".join(filter(None, (str(list(form[0])), form[1], form[2] and f"({form[2]})")))

@@ -363,7 +363,8 @@ def fill(container: Any, content: Any) -> None:
             kind.clear(container)
             kind.update(container, rest)
         for key, value in content.items():
-            if dict.get(container, key, Absent) is not value:
+            there = dict.get(container, key, Absent)
+            if there is Absent or (there is not value and not _is_shard(value) and not _is_shard(there)):
                 kind.__setitem__(container, key, value)
     elif isinstance(container, _SEQUENCES) and not _is_same_sequence(content, container):
         container.clear()

@@ -32,6 +32,11 @@ class Writes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code between units goes on running compiled; else an observed run would compute other bits."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.addresses: set[int] = set()

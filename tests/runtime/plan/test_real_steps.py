@@ -1,0 +1,339 @@
+"""The budget in loops that people write: what real steps show is planned for, or said, and never ends training."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import lowtide
+from lowtide.runtime.measure.weights import optimizer_step_bytes
+from lowtide.runtime.meter import Meter, StepMeter
+from lowtide.runtime.plan.signature import Signature
+
+OPTIONS = {"bandwidth": 0, "strategy": "rotor"}
+ROWS, WIDTH = 256, 64
+
+
+def deep(depth: int = 6, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+
+
+def square(result: torch.Tensor) -> torch.Tensor:
+    return result.square().mean()
+
+
+def fitted(model: nn.Module, sample, share: float = 1.0, **options) -> lowtide.Plan:
+    """Within the least budget times a share."""
+    gc.collect()
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
+        lowtide.fit(model, sample, memory_budget=1, **OPTIONS, **options)
+    budget = int(refusal.value.minimum_bytes * share)
+    return lowtide.fit(model, sample, memory_budget=budget, **OPTIONS, **options)
+
+
+def peaks_of(calls, optimizer=None, loss=square) -> list[int]:
+    """The peak of all live tensors in each step; one without an optimizer leaves its gradients."""
+    peaks = []
+    for call in calls:
+        gc.collect()
+        with Meter("cpu") as meter:
+            loss(call()).backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        peaks.append(meter.peak_bytes)
+    return peaks
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["accumulation", "zeroed gradients"])
+def test_gradients_that_are_there_when_a_forward_begins_are_planned_for(set_to_none, caplog):
+    model, x = deep(8, 128), torch.randn(ROWS, 128)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, x, 1.2, optimizer=optimizer, loss=square)
+    num_backwards = 4 if set_to_none else 1
+    with caplog.at_level(logging.INFO, "lowtide"):
+        for index in range(3):
+            peaks = peaks_of([lambda: model(x)] * num_backwards)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if index:  # the second such step at the latest
+                assert max(peaks[1:] or peaks * (index > 1), default=0) <= plan.memory_budget
+    lines = [record.message for record in caplog.records if "gradients are there" in record.message]
+    assert len(lines) == 1
+    assert "planned again in" in lines[0]
+    assert "grads_resident=True" in lines[0]
+    assert plan.stats().num_steps == 3 * num_backwards
+    assert plan.stats().measured_peak_bytes <= plan.memory_budget
+
+
+def test_gradients_for_which_there_is_room_need_no_other_plan(caplog):
+    model, x = deep(), torch.randn(ROWS, WIDTH)
+    with caplog.at_level(logging.INFO, "lowtide"), lowtide.fit(model, x, memory_budget="1GiB", **OPTIONS) as plan:
+        schedule = plan.schedule
+        peaks_of([lambda: model(x)] * 3)
+        assert plan.schedule is schedule
+    assert not [record for record in caplog.records if "planned again" in record.message]
+
+
+def test_the_measured_peak_is_that_of_real_steps():
+    model, x = deep(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    with lowtide.fit(model, x, memory_budget="1GiB", **OPTIONS, optimizer=optimizer) as plan:
+
+        def hungry(result: torch.Tensor) -> torch.Tensor:
+            return torch.cat([result] * 40).square().mean()
+
+        rehearsed = plan.stats().measured_peak_bytes
+        peaks = peaks_of([lambda: model(x)] * 2, optimizer, hungry)
+        assert plan.stats().measured_peak_bytes == max(peaks) > rehearsed
+        assert plan.stats().num_steps == 2
+        assert plan.stats().measured_seconds > 0
+    del peaks
+    model(x).sum().backward()  # nothing is left behind that counts
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_a_step_that_takes_more_than_the_budget_is_planned_for():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, x, 1.9, optimizer=optimizer, loss=square)
+
+    def hungry(result: torch.Tensor) -> torch.Tensor:
+        return torch.cat([result] * 2).square().mean()
+
+    with pytest.warns(lowtide.LowtideWarning, match=r"a step took .* but the budget is .*; planning again") as seen:
+        peaks = peaks_of([lambda: model(x)] * 4, optimizer, hungry)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    assert peaks[0] > plan.memory_budget
+    assert max(peaks[2:]) <= plan.memory_budget  # the second one plans
+
+
+def test_training_goes_on_under_the_leanest_plan_where_nothing_stays_within_the_budget():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+
+    def hungry(result: torch.Tensor) -> torch.Tensor:
+        return torch.cat([result] * 20).square().mean()
+
+    with pytest.warns(lowtide.LowtideWarning, match="training continues with the leanest schedule") as seen:
+        peaks_of([lambda: model(x)] * 6, optimizer, hungry)
+    assert len(seen) == 1
+
+
+def test_inputs_that_require_gradients_later_are_planned_for():
+    model, x = deep(10), torch.randn(ROWS, WIDTH)
+    for parameter in model[:9].parameters():
+        parameter.requires_grad_(False)
+
+    def asking() -> torch.Tensor:
+        return model(x.detach().requires_grad_())
+
+    optimizer = torch.optim.SGD(model[9:].parameters(), 0.1)
+    plan = fitted(model, x, 1.2, optimizer=optimizer, loss=square)
+    peaks = peaks_of([lambda: model(x), asking, asking, lambda: model(x)], optimizer)
+    assert max(peaks[2:]) <= plan.memory_budget
+    assert plan.num_shapes == 2
+
+
+class Resizing(nn.Module):
+    """Its work is as large as an argument, or an attribute, says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.blocks = 16, nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 1), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, x, size=None):
+        return self.blocks(F.interpolate(x, size=size or self.size))
+
+
+def test_sizes_that_grow_through_an_argument_are_planned_for():
+    model, x = Resizing(), torch.randn(8, 3, 16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, (x, 16), 1.9, optimizer=optimizer, loss=square)
+    peaks = peaks_of([lambda: model(x, 16), *([lambda: model(x, 20)] * 2), lambda: model(x, 16)], optimizer)
+    assert max(peaks[2:]) <= plan.memory_budget
+    assert plan.num_shapes == 2
+
+
+def test_a_number_that_sets_no_size_is_planned_for_once(caplog):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = deep(3)
+
+        def forward(self, x, step):
+            return self.blocks(x) * step
+
+    model, x = Scaled(), torch.randn(ROWS, WIDTH)
+    with caplog.at_level(logging.INFO, "lowtide"), fitted(model, (x, 0), 1.5) as plan:
+        peaks_of([lambda step=step: model(x, step) for step in range(5)], torch.optim.SGD(model.parameters(), 0.1))
+        assert plan.stats().num_steps == 5
+    assert len([record for record in caplog.records if "planned again" in record.message]) == 1
+
+
+def test_sizes_that_grow_through_an_attribute_are_said():
+    model, x = Resizing(), torch.randn(8, 3, 16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, 1.2, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)] * 5, optimizer)
+    model.size = 40
+    with pytest.warns(lowtide.LowtideWarning, match="a step took"):
+        peaks_of([lambda: model(x)] * 3, optimizer)
+
+
+class Batch:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Batch, Slotted, Record, lambda x: UserDict(x=x), lambda x: Batch(Batch(x))])
+def test_the_signature_sees_tensors_inside_objects(kind):
+    small, large = (Signature.of((kind(torch.zeros(rows, 4)),), {}, "cpu") for rows in (2, 3))
+    assert small.tensors == (((2, 4), "float32", ""),)
+    assert small.fits_within(large)
+    assert not large.fits_within(small)
+    assert "[3, 4] float32" in large.difference(small)
+
+
+def test_a_batch_that_is_an_object_is_refused_before_it_runs_where_it_is_too_large():
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = deep()
+
+        def forward(self, batch):
+            return self.blocks(batch.x)
+
+    model = Taking()
+    fitted(model, (Batch(torch.randn(64, WIDTH)),), loss=square)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"\[512, 64\] float32"):
+        model(Batch(torch.randn(512, WIDTH)))
+
+
+def test_a_parameter_that_was_replaced_is_let_go_and_watched():
+    model, x = deep(6, 128), torch.randn(ROWS, 128)
+    plan = fitted(model, x, optimizer="sgd", loss=square)
+    for block in model[1:]:
+        block[0].weight = nn.Parameter(block[0].weight.detach().clone())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert max(peaks_of([lambda: model(x)] * 3, optimizer)[1:]) <= plan.memory_budget
+    output = model(x)
+    with torch.no_grad():
+        model[2][0].weight.mul_(3)
+    with pytest.raises(lowtide.ExecutionError, match=r"2\.0\.weight"):
+        output.sum().backward()
+
+
+def test_autocast_and_channels_last_are_noticed(caplog):
+    model, x = Resizing(), torch.randn(8, 3, 16, 16)
+    with caplog.at_level(logging.INFO, "lowtide"), lowtide.fit(model, x, memory_budget="1GiB", **OPTIONS) as plan:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+        model(x.to(memory_format=torch.channels_last))
+        assert plan.num_shapes == 3
+    reasons = [record.message for record in caplog.records if "planned again" in record.message]
+    assert ["autocast is bfloat16" in reasons[0], "channels last" in reasons[1]] == [True, True]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_fit_leaves_no_casts_in_the_cache_of_autocast(is_refused):
+    model, x = deep(), torch.randn(8, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+        with Meter("cpu") as meter:
+            before = meter.live_bytes
+            try:
+                lowtide.fit(model, x, memory_budget=1 if is_refused else "1GiB", **OPTIONS).detach()
+            except lowtide.InfeasibleBudgetError:
+                assert is_refused
+            gc.collect()
+            assert meter.live_bytes - before < model[0][0].weight.nbytes // 2
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["NAdam", "RAdam", "Adadelta", "Rprop", "AdamW", "SGD"])
+def test_what_the_step_of_an_optimizer_takes_is_measured(kind, foreach):
+    parameters = [nn.Parameter(torch.randn(64, n)) for n in (64, 128, 64)]
+    optimizer = getattr(torch.optim, kind)(parameters, lr=1e-3, foreach=foreach)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with Meter("cpu") as meter:
+            optimizer.step()
+        taken = meter.peak_bytes - meter.live_bytes
+    found = optimizer_step_bytes(optimizer, parameters)
+    assert taken - 64 <= found <= taken + 2 * parameters[1].nbytes  # numbers of a few bytes are in no share
+
+
+def test_a_loop_that_keeps_its_result_until_the_next_one():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            with torch.no_grad():
+                factor = torch.cdist(x.repeat(8, 1), x.repeat(8, 1)).mean()
+            return self.inner(x) * factor
+
+    model, x = nn.Sequential(Wide(), *deep(3), nn.Linear(WIDTH, 2000)), torch.randn(128, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    plan = fitted(model, x, optimizer=optimizer, loss=square)
+    with Meter("cpu") as meter:
+        for _ in range(3):
+            output = model(x)
+            square(output).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert meter.peak_bytes <= plan.memory_budget
+
+
+def test_without_a_loss_there_is_room_for_cross_entropy():
+    model, x = nn.Sequential(*deep(4), nn.Linear(WIDTH, 2000)), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    labels = torch.randint(0, 2000, (ROWS,))
+    plan = fitted(model, x, optimizer=optimizer)
+    peaks = peaks_of([lambda: model(x)] * 2, optimizer, lambda result: F.cross_entropy(result, labels))
+    assert max(peaks) <= plan.memory_budget
+
+
+def test_a_meter_of_steps_stays_out_of_the_way():
+    steps = StepMeter()
+    assert steps.close() is None
+    assert steps.open() is not None
+    with Meter("cpu") as meter:  # opened later, and still there when the step ends
+        kept = torch.zeros(1000)
+        assert steps.close() is not None
+        assert steps.open() == meter.live_bytes
+        another = torch.zeros(3000)
+        assert steps.close() == meter.peak_bytes
+        del another
+    steps.close()
+    assert not torch._C._len_torch_dispatch_stack()
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert steps.open() is None
+    del kept
