@@ -495,7 +495,7 @@ def test_a_source_gives_the_very_same_state_until_somebody_draws(make_source):
     assert draw() == number
 
 
-class Normed(nn.Module):
+class Followed(nn.Module):
     """A block whose statistics are used in one more way, or in none."""
 
     def __init__(self, use: str) -> None:
@@ -511,9 +511,9 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.norm(self.linear(x)).tanh()
         if self.use == "read":
-            x = x * (1 + self.norm.running_var)
+            x = x * self.norm.running_var.cos()
         elif self.use == "counted":
-            x = x * (1 + 1 / self.norm.num_batches_tracked)
+            x = x / self.norm.num_batches_tracked
         elif self.other is not None:
             x = self.other(x)
         return x
@@ -521,7 +521,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("use", ["none", "averaged", "read", "counted", "tied"])
 def test_statistics_that_something_reads_are_found_as_they_were(use):
-    assert_as_plain(lambda: stack(lambda: Normed(use)), [lambda model: model(X)] * 4)
+    assert_as_plain(lambda: stack(lambda: Followed(use)), [lambda model: model(X)] * 4)
 
 
 class Handing(nn.Module):
@@ -552,7 +552,7 @@ def test_statistics_that_a_stage_hands_on_are_found_as_they_were():
 
 
 def test_statistics_that_nothing_reads_are_not_copied():
-    module = Normed("none")
+    module = Followed("none")
     environment, seen = Environment([("m", module)] + [(f"m.{n}", m) for n, m in module.named_children()]), Writes()
     mark = environment.mark()
     with seen:
