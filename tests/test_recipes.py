@@ -171,7 +171,7 @@ def run_in_a_group(rank: int, folder: str) -> None:
     least = least_budget(lowtide.fit, given["model"], x, optimizer="adamw", loss=lambda out: given["loss_fn"](out, y))
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     # A group is not told the least budget. The second plan finds the optimizer of the first in memory.
-    lowtide.fit = recomputing(made, least + 3 * x.nbytes)
+    lowtide.fit = recomputing(made, least + 9 * x.nbytes // 4)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     run(DOCS / "recipes" / "distributed.md", {**given, "mesh": mesh}, made)
     dist.destroy_process_group()
