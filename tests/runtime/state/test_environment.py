@@ -21,6 +21,7 @@ import lowtide
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.state.environment import Environment, History
 from lowtide.runtime.state.rng import Source
+from lowtide.runtime.state.writes import Writes
 
 WIDTH = 16
 X = torch.linspace(-1, 1, 32 * WIDTH).reshape(32, WIDTH)
@@ -463,7 +464,7 @@ def test_an_environment_is_marked_rewound_and_left_as_it_is():
     module.table["parts"].append(2)
     module.table["deep"]["flag"] = True
     module.extra = None
-    assert [mark.contents[index].name for index in environment.changed(mark)] == ["m.total"]
+    assert [mark.labels[index].name for index in environment.changed(mark)] == ["m.total"]
     environment.end(mark, 1, history)
     with environment.rewound(mark, environment.earlier(mark, 1, history, set)):
         assert module.total.tolist() == [0, 0]
@@ -492,3 +493,79 @@ def test_a_source_gives_the_very_same_state_until_somebody_draws(make_source):
     assert source.state() is not state
     source.set(state)
     assert draw() == number
+
+
+class Followed(nn.Module):
+    """A block whose statistics are used in one more way, or in none."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None if use == "averaged" else 0.1)
+        self.use = use
+        self.other = nn.BatchNorm1d(WIDTH) if use == "tied" else None
+        if self.other is not None:
+            self.other.running_mean, self.other.running_var = self.norm.running_mean, self.norm.running_var
+            self.other.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.norm(self.linear(x)).tanh()
+        if self.use == "read":
+            x = x * self.norm.running_var.cos()
+        elif self.use == "counted":
+            x = x / self.norm.num_batches_tracked
+        elif self.other is not None:
+            x = self.other(x)
+        return x
+
+
+@pytest.mark.parametrize("use", ["none", "averaged", "read", "counted", "tied"])
+def test_statistics_that_something_reads_are_found_as_they_were(use):
+    assert_as_plain(lambda: stack(lambda: Followed(use)), [lambda model: model(X)] * 4)
+
+
+class Handing(nn.Module):
+    """Hands its statistics on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.norm(x), self.norm.running_mean
+
+
+class Handed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Handing() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y, mean = block(x)
+            x = x + y * mean.cos() + self.blocks[-1].norm.running_var
+        return x
+
+
+def test_statistics_that_a_stage_hands_on_are_found_as_they_were():
+    assert_as_plain(Handed, [lambda model: model(X)] * 4)
+
+
+def test_statistics_that_nothing_reads_are_not_copied():
+    module = Followed("none")
+    environment, seen = Environment([("m", module)] + [(f"m.{n}", m) for n, m in module.named_children()]), Writes()
+    mark = environment.mark()
+    with seen:
+        module(X)
+    environment.end(mark, 1, History(), seen.addresses, unread=seen.unread)
+    mark, history, mean = environment.mark(), History(), module.norm.running_mean
+    assert not mark.copies
+    module(X)
+    assert len(environment.end(mark, 1, history)) == 3
+    after = mean.clone()
+    with environment.rewound(mark, environment.earlier(mark, 1, history, set)):
+        module(X)
+    assert module.norm.running_mean is mean
+    assert torch.equal(mean, after)
+    module.eval()
+    assert len(environment.mark().copies) == 3  # now they are read

@@ -58,5 +58,5 @@ def test_after_backward_a_module_keeps_the_dict_of_its_own_forward(kind):
 
 def test_a_dict_that_modules_have_in_common_is_looked_through_once():
     mark = Environment(list(sharing().named_modules())).mark()
-    assert [content.name for content in mark.contents] == ["0.settings.total"]
+    assert [label.name for label in mark.labels] == ["0.settings.total"]
     assert len(mark.copies) == 1

@@ -363,9 +363,8 @@ class RunningStep:
         assert environment is not None
         assert mark is not None
         earlier = environment.earlier(mark, k, self.history, partial(_storages_read, run.tape, inputs))
-        rewritten = {tensor.untyped_storage()._cdata for tensor, _, stands_alone in earlier if not stands_alone}
-        if rewritten:
-            pack = _copying(pack, rewritten)
+        if earlier.contents:
+            pack = _copying(pack, {tensor.untyped_storage()._cdata for tensor, _ in earlier.contents})
         with (
             _MarkedAsRecomputing(),
             environment.rewound(mark, earlier),

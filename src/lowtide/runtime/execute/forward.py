@@ -144,11 +144,14 @@ class ExecutedForward(StagedForward):
                     path = name.rpartition(".")[0]
                     environment.add_beside(path, self.machine.model.get_submodule(path))
             run.mark, run.environment = mark, environment
-        written_to = () if self._writes is None else self._writes.addresses
         ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
-        written = environment.end(mark, k, step.history, written_to, ran)
+        if self._writes is None:
+            changed = environment.end(mark, k, step.history, ran=ran)
+        else:
+            seen = self._writes
+            changed = environment.end(mark, k, step.history, seen.addresses, ran, seen.unread)
         if run.fingerprints is not None:
-            run.fingerprints.finish(written)
+            run.fingerprints.finish({t.untyped_storage()._cdata for t in changed if t.layout is torch.strided})
 
     def invoke(
         self,
@@ -161,7 +164,9 @@ class ExecutedForward(StagedForward):
         """Run one call of the current stage under its hooks."""
         if self._writes is not None:
             with self._writes:
-                return self._invoke(name, call, args, kwargs, module)
+                result = self._invoke(name, call, args, kwargs, module)
+            self._writes.note_results(tensors_of(result))
+            return result
         return self._invoke(name, call, args, kwargs, module)
 
     def _invoke(

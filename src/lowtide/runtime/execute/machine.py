@@ -20,7 +20,7 @@ from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
-from lowtide.runtime.state.environment import Environment, is_buffer_of
+from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 from lowtide.runtime.transfer.cargo import Tier
 
@@ -108,13 +108,13 @@ class Machine:
         """Of a stage that is never recomputed, what it has in common with others."""
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
         taped = {id(module) for k in self.program.taped for _, module in inside[k]}
-        counts: dict[str, int] = {}
+        together = Together()
         found = {}
         for k, modules in inside.items():
             is_taped = k in self.program.taped
             own = [(path, module) for path, module in modules if is_taped or id(module) in taped]
             beside = self._outside if taped else ()
-            found[k] = Environment(own, beside, counts, exchanges=self.can_be_watched(k))
+            found[k] = Environment(own, beside, together, exchanges=self.can_be_watched(k))
         return found
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:

@@ -13,10 +13,10 @@ from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import chain
-from operator import is_, itemgetter
+from itertools import chain, compress, count
+from operator import is_, is_not, itemgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,6 +63,15 @@ class _Hidden:
     """Stands for a container, or an object that is not looked into: what is there now is as good."""
 
 
+class Label(NamedTuple):
+    """What a tensor is, for messages and for whoever knows it by its name."""
+
+    name: str
+    is_buffer: bool = True
+    is_beside: bool = True
+    """It is not the stage's own: what lies between units may read or change it, and is on the tape then."""
+
+
 class Layout:
     """Where the cells of some tables are.
 
@@ -89,14 +98,19 @@ class Layout:
                     paths.append(f"{paths[number]}.{key}".strip("."))
             number += 1
         registries = [registry for _, registry in labels] + ["other"] * len(self._steps)
-        self._sizes = list(map(len, base))
+        self._empty = [table for table in base if not table]  # most are: the hooks of each kind, of each module
+        self._filled = [table for table in base if table]
+        self._sizes = list(map(len, self._filled))
         self._dicts = [n for n, table in enumerate(tables) if isinstance(table, dict) and (table or n >= len(base))]
         self._others = [n for n, table in enumerate(tables) if not isinstance(table, dict)]
         self._keys = {n: [key for key in tables[n] if registries[n] or key not in _REGISTRIES] for n in self._dicts}
         self._inner = [(n, len(self._keys[n])) for n in self._dicts if n >= len(base)]
         self._read = [(n, _getter(self._keys[n])) for n in self._dicts]
         self._places = [(n, key) for n in self._dicts for key in self._keys[n]]
-        self._names = [(f"{paths[n]}.{key}".strip("."), registries[n] == "_buffers") for n, key in self._places]
+        self._labels = [
+            Label(f"{paths[n]}.{key}".strip("."), registries[n] == "_buffers", is_beside=False)
+            for n, key in self._places
+        ]
         values = self._values(tables)
         self._types = list(map(type, values))
         self._find(values)
@@ -113,6 +127,8 @@ class Layout:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         ]
         """Where tensors stand that are no parameters."""
+        self.labels = [self._labels[index] for index in self.tensors]
+        """What those are."""
         self.parameters = [index for index, value in enumerate(values) if isinstance(value, nn.Parameter)]
         self.tuples = [n for n, v in enumerate(values) if isinstance(v, tuple) and not _PLAIN.issuperset(map(type, v))]
         """Where tuples stand that may hold tensors."""
@@ -121,7 +137,7 @@ class Layout:
 
     def look(self) -> Look | None:
         """What the cells hold now; None: they are elsewhere by now."""
-        if list(map(len, self._base)) != self._sizes:
+        if any(self._empty) or list(map(len, self._filled)) != self._sizes:
             return None
         tables: list[Any] = [*self._base]
         try:
@@ -133,9 +149,11 @@ class Layout:
             values = self._values(tables)
         except (IndexError, KeyError, TypeError):
             return None
-        if list(map(type, values)) != self._types or any(len(tables[n]) != size for n, size in self._inner):
+        if list(map(type, values)) != self._types:
             return None
-        return Look(self, tables, values, self._sequences(tables))
+        if self._inner and any(len(tables[n]) != size for n, size in self._inner):
+            return None
+        return Look(self, tables, values, self._sequences(tables) if self._others else [])
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
         return list(chain.from_iterable([get(tables[n]) for n, get in self._read]))
@@ -149,20 +167,27 @@ class Layout:
 
     def set_others(self, tables: Sequence[Any], wanted: Sequence[Any], now: Sequence[Any]) -> None:
         """Put the wanted values where others stand now."""
-        if all(map(is_, wanted, now)):
-            return
-        for index, (value, there) in enumerate(zip(wanted, now, strict=True)):
-            if value is not there and value is not _Hidden and not _is_shard(value) and not _is_shard(there):
+        for index in compress(count(), map(is_not, wanted, now)):
+            value = wanted[index]
+            if value is not _Hidden and not _is_shard(value) and not _is_shard(now[index]):
                 self.set(tables, index, _value(value))
 
     def set(self, tables: Sequence[Any], index: int, value: Any) -> None:
         """Put a value in its place."""
         n, key = self._places[index]
-        _base_of(tables[n]).__setitem__(tables[n], key, value)
+        table = tables[n]
+        if type(table) is dict:
+            table[key] = value
+        else:
+            _base_of(table).__setitem__(table, key, value)
 
-    def named(self, index: int) -> tuple[str, bool]:
-        """The place of a value, for messages, and whether it is a buffer."""
-        return self._names[index]
+    def label(self, index: int) -> Label:
+        """What the tensor in a place is."""
+        return self._labels[index]
+
+    def are_same(self, tables: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Whether two looks found the same containers; those of modules are."""
+        return not self._steps or all(map(is_, tables, others))
 
     def resolved(self) -> list[Any]:
         """The containers as they are now; one that is missing is made, so that it can be filled."""
@@ -215,7 +240,7 @@ class Look:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are no parameters and have no graph."""
-        return [tensor for _, tensor in Kept(self).contents()]
+        return Kept(self).contents()[0]
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters."""
@@ -233,7 +258,7 @@ class Look:
     def restore(self) -> None:
         """Restore the contents of every container."""
         now = self.layout.look()
-        if now is not None and all(map(is_, now.tables, self.tables)):
+        if now is not None and self.layout.are_same(now.tables, self.tables):
             self.layout.set_others(self.tables, self.values, now.values)
             if all(map(_is_same_sequence, now.sequences, self.sequences)):
                 return
@@ -244,7 +269,7 @@ class Look:
 class Kept:
     """What cells held at one moment, such that keeping it keeps no graph, and no container, alive."""
 
-    __slots__ = ("_sequences", "layout", "values")
+    __slots__ = ("_has_graphs", "_sequences", "layout", "values")
 
     def __init__(self, look: Look) -> None:
         layout, values = look.layout, [*look.values]
@@ -252,22 +277,27 @@ class Kept:
             values[index] = _Hidden
         for index in layout.tuples:
             values[index] = _kept(values[index])
+        self._has_graphs = False
         for index in layout.tensors:
             if values[index].grad_fn is not None:
                 values[index] = _Detached(values[index])
+                self._has_graphs = True
         self.layout = layout
         self.values = values
         self._sequences = [each if isinstance(each, int) else list(map(_kept, each)) for each in look.sequences]
 
-    def contents(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The tensors without a graph, each with the number of its cell; those in tuples come last."""
-        values = self.values
-        for index in self.layout.tensors:
-            if not isinstance(values[index], _Detached):
-                yield index, values[index]
-        for index in self.layout.tuples:
-            if isinstance(values[index], tuple):
-                yield from ((index, value) for value in values[index] if isinstance(value, torch.Tensor))
+    def contents(self) -> tuple[list[torch.Tensor], Sequence[Label]]:
+        """The tensors without a graph, and what each is; those in tuples come last."""
+        values, layout = self.values, self.layout
+        if not self._has_graphs and not layout.tuples:
+            return [values[index] for index in layout.tensors], layout.labels
+        found = [index for index in layout.tensors if not isinstance(values[index], _Detached)]
+        tensors, labels = [values[index] for index in found], [layout.label(index) for index in found]
+        for index in layout.tuples:
+            inside = [each for each in _entries_of(values[index]) if isinstance(each, torch.Tensor)]
+            tensors += inside
+            labels += [layout.label(index)] * len(inside)
+        return tensors, labels
 
     def addresses(self) -> set[int]:
         """Those of the tensors that have their own places."""
@@ -285,8 +315,7 @@ class Kept:
         """Let the cells, which hold what `look` says, hold what they held."""
         layout = self.layout
         if look.layout is layout:
-            if not all(map(is_, look.values, self.values)):
-                layout.set_others(look.tables, self.values, look.values)
+            layout.set_others(look.tables, self.values, look.values)
             if all(map(_is_same_sequence, self._sequences, look.sequences)):
                 return
         tables = look.tables if look.layout is layout else layout.resolved()
@@ -424,6 +453,11 @@ def _is_plain(value: tuple[Any, ...]) -> bool:
         else not _is_hidden(each)
         for each in value
     )
+
+
+def _entries_of(value: Any) -> tuple[Any, ...]:
+    """What a tuple holds; nothing where something else stands by now."""
+    return value if isinstance(value, tuple) else ()
 
 
 def _is_long(container: Any) -> bool:

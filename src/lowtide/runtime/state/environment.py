@@ -9,21 +9,21 @@ change are copied first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.state.cells import Cells, Kept
+from lowtide.runtime.state.cells import Cells, Kept, Label
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
-Earlier = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class History:
@@ -41,7 +41,11 @@ class History:
     def next_change(self, tensor: torch.Tensor, k: int) -> tuple[int, torch.Tensor | None] | None:
         """The first stage from k on that changed it, and what it held until then; None: none did."""
         known = self._changes.get(id(tensor))
-        return None if known is None else next((change for change in known[1] if change[0] >= k), None)
+        if known is not None:
+            for change in known[1]:
+                if change[0] >= k:
+                    return change
+        return None
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that were changed."""
@@ -52,32 +56,80 @@ class History:
         self._changes.clear()
 
 
-class Content(NamedTuple):
-    """A tensor whose content may change."""
+class Together:
+    """What the environments of one model's stages know together."""
 
-    tensor: torch.Tensor
-    version: int
-    name: str
-    is_buffer: bool = True
-    is_beside: bool = True
-    """It is not the stage's own: what lies between units may read or change it, and is on the tape then."""
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        """By name, how often tensors were changed without a version that tells so."""
+        self._users: dict[int, set[int]] = {}
+        self._on_tapes: set[str] = set()
+        self.num_uses = 0
+        """How much is known of who uses what."""
+
+    def note_use(self, tensor: torch.Tensor, environment: Environment) -> None:
+        """A stage has a tensor among its own."""
+        if tensor.layout is torch.strided:
+            users = self._users.setdefault(tensor.untyped_storage()._cdata, set())
+            self.num_uses += id(environment) not in users
+            users.add(id(environment))
+
+    def note_on_tape(self, name: str) -> None:
+        """The code between units reads a tensor: the tape holds it itself, whatever stands in its cell."""
+        self.num_uses += name not in self._on_tapes
+        self._on_tapes.add(name)
+
+    def is_alone(self, tensor: torch.Tensor, name: str) -> bool:
+        """Whether only the modules of one stage use a tensor."""
+        return name not in self._on_tapes and len(self._users.get(_storage_of(tensor) or 0, ())) == 1
 
 
 class Mark:
     """An environment before a stage's first run.
 
-    Until the run has ended there are `copies` of tensors that may change; then `stamps` say how often each was changed.
+    There are the tensors whose content may change, with labels and versions. Until the run has ended there are `copies`
+    of those that are expected to; then `stamps` and `counts` say how often each was changed.
     """
 
-    __slots__ = ("contents", "copies", "kept", "observes", "stamps", "switches")
+    __slots__ = (
+        "copies",
+        "counts",
+        "kept",
+        "labels",
+        "observes",
+        "stamps",
+        "switches",
+        "tensors",
+        "unread",
+        "versions",
+    )
 
-    def __init__(self, kept: Kept, contents: list[Content], switches: tuple[int, ...], *, observes: bool) -> None:
+    def __init__(self, kept: Kept, switches: tuple[int, ...], *, observes: bool) -> None:
         self.kept = kept
-        self.contents = contents
+        self.tensors, self.labels = kept.contents()
+        self.versions = versions_of(self.tensors)
         self.switches = switches
         self.observes = observes
         self.copies: dict[int, torch.Tensor] = {}
-        self.stamps: list[tuple[int, int]] = []
+        self.unread: Collection[str] = ()
+        """The names of those that the stage changes and that nothing depends on: they are not copied."""
+        self.stamps: list[int] = []
+        self.counts: list[int] = []
+
+    def add(self, tensor: torch.Tensor, name: str, version: int) -> None:
+        """Also track a tensor that is not the stage's own."""
+        self.tensors.append(tensor)
+        self.labels = [*self.labels, Label(name)]
+        self.versions.append(version)
+
+
+class Earlier(NamedTuple):
+    """What a stage found in tensors that hold something else by now."""
+
+    others: Mapping[int, torch.Tensor]
+    """By the address of each tensor that nothing outside of its cell uses, one to exchange it for."""
+    contents: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Other tensors, and what they held."""
 
 
 class Environment:
@@ -86,7 +138,7 @@ class Environment:
     Args:
         modules: those of its units, with their paths.
         beside: modules outside of all units, whose buffers the code between units may read or change.
-        counts: of all stages together, how often tensors were changed without a version that tells so.
+        together: what the environments of all stages know.
         exchanges: whether other tensors may stand in for those that hold something else by now; compiled code may know
             the tensors themselves.
     """
@@ -95,16 +147,20 @@ class Environment:
         self,
         modules: Modules,
         beside: Modules = (),
-        counts: dict[str, int] | None = None,
+        together: Together | None = None,
         *,
         exchanges: bool = True,
     ) -> None:
         self._exchanges = exchanges
         self._cells = Cells(modules)
         self._beside = [(path, module._buffers) for path, module in beside]
-        self._counts: dict[str, int] = {} if counts is None else counts
+        self._together = Together() if together is None else together
+        self._counts = self._together.counts
         self._changing: set[str] = set()
-        self._observed: set[tuple[int, ...]] = set()  # the switches with which it was seen what changes
+        # The switches with which it was seen what changes, and what of it nothing depended on.
+        self._observed: dict[tuple[int, ...], frozenset[str]] = {}
+        self._unread: tuple[Any, frozenset[str]] = None, frozenset()  # the same, less what others use, and as of when
+        self._spares: dict[str, tuple[tuple[int, int], torch.Tensor]] = {}
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
 
     # Before and after a first run
@@ -117,32 +173,36 @@ class Environment:
             others: tensors of other stages that stages of this forward have read, with their names.
         """
         look = self._cells.look()
-        kept, layout = Kept(look), look.layout
-        contents = [
-            Content(tensor, version_of(tensor), *layout.named(index), is_beside=False)
-            for index, tensor in kept.contents()
-        ]
-        contents += self._contents_beside(others)
-        switches = layout.switches_of(look.values)
+        switches = look.layout.switches_of(look.values)
         observes = observes or switches not in self._observed
-        mark = Mark(kept, contents, switches, observes=observes)
-        for index, content in enumerate(contents):
-            if observes or content.name in self._changing or self._is_new(content):
-                tensor = content.tensor
-                mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
-        return mark
-
-    def _contents_beside(self, others: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Content]:
+        mark = Mark(Kept(look), switches, observes=observes)
         for path, table in self._beside:
             for name, tensor in table.items():
                 if tensor is not None and tensor.grad_fn is None:
-                    yield Content(tensor, version_of(tensor), f"{path}.{name}".strip("."))
+                    mark.add(tensor, f"{path}.{name}".strip("."), version_of(tensor))
         for name, tensor in others:
-            yield Content(tensor, version_of(tensor), name)
+            mark.add(tensor, name, version_of(tensor))
+        if not observes:
+            mark.unread = self._unread_in(mark)
+        for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
+            name = label.name
+            is_new = self._last.get(name) not in (0, id(tensor))
+            if observes or is_new or (name in self._changing and name not in mark.unread):
+                mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        return mark
 
-    def _is_new(self, content: Content) -> bool:
-        """Whether a tensor is new in its place: it may change although the former did not. Asked for two at most."""
-        return self._last.get(content.name) not in (0, id(content.tensor))
+    def _unread_in(self, mark: Mark) -> frozenset[str]:
+        """What the stage changes and nothing reads; looked for again where cells or their users are others."""
+        key = (mark.switches, mark.kept.layout, self._together.num_uses)
+        if key != self._unread[0]:
+            addresses = list(map(_storage_of, mark.tensors))
+            alone = (
+                label.name
+                for tensor, label, address in zip(mark.tensors, mark.labels, addresses, strict=True)
+                if addresses.count(address) == 1 and not label.is_beside and self._together.is_alone(tensor, label.name)
+            )
+            self._unread = key, self._observed[mark.switches].intersection(alone)
+        return self._unread[1]
 
     def include(self, mark: Mark, read: Iterable[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
         """Take tensors that the stage has read, with names and their versions then, into a mark.
@@ -150,10 +210,15 @@ class Environment:
         Returns:
             Those that were not there.
         """
-        known = {id(content.tensor) for content in mark.contents}
-        new = [Content(tensor, version, name) for name, tensor, version in read if id(tensor) not in known]
-        mark.contents += new
-        return [(content.name, content.tensor) for content in new]
+        known, new = set(map(id, mark.tensors)), []
+        for name, tensor, version in read:
+            if id(tensor) not in known:
+                mark.add(tensor, name, version)
+                new.append((name, tensor))
+            self._together.note_on_tape(name)
+        if mark.unread:
+            mark.unread = self._unread_in(mark)
+        return new
 
     def add_beside(self, path: str, module: nn.Module) -> None:
         """Also track the buffers of another module: this stage's code between units was seen to change one."""
@@ -162,19 +227,14 @@ class Environment:
 
     def changed(self, mark: Mark, written: Collection[int] = ()) -> list[int]:
         """Which tensors hold something else than at a mark; `written` are storages that were seen to be written to."""
+        now = versions_of(mark.tensors)
         return [
             index
-            for index, content in enumerate(mark.contents)
-            if version_of(content.tensor) != content.version or self._changes_uncounted(mark, index, written)
+            for index, label in enumerate(mark.labels)
+            if label.name in self._changing
+            or now[index] != mark.versions[index]
+            or (index in mark.copies and _is_changed(mark.copies[index], mark.tensors[index], written))
         ]
-
-    def _changes_uncounted(self, mark: Mark, index: int, written: Collection[int]) -> bool:
-        tensor, copy = mark.contents[index].tensor, mark.copies.get(index)
-        if mark.contents[index].name in self._changing:
-            return True
-        if copy is None or tensor.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage()._cdata in written or not _is_like(copy, tensor) or not torch.equal(copy, tensor)
 
     def end(
         self,
@@ -183,7 +243,8 @@ class Environment:
         history: History,
         written: Collection[int] = (),
         ran: Collection[str] | None = None,
-    ) -> set[int]:
+        unread: Collection[int] = (),
+    ) -> list[torch.Tensor]:
         """Stage k has run for the first time: note what it changed.
 
         Args:
@@ -192,36 +253,46 @@ class Environment:
             history: of this forward.
             written: storages that were seen to be written to.
             ran: the paths of the units that were called; None: all.
+            unread: storages that were seen to be brought up to date, and that nothing else depended on.
 
         Returns:
-            The addresses of the storages that it changed.
+            The tensors that it changed.
         """
-        addresses = set()
-        for index in self.changed(mark, written):
-            content = mark.contents[index]
-            history.add(content.tensor, k, mark.copies.get(index))
-            self._changing.add(content.name)
-            self._counts[content.name] = self._counts.get(content.name, 0) + 1
-            if content.tensor.layout is torch.strided:
-                addresses.add(content.tensor.untyped_storage()._cdata)
-        mark.stamps = list(map(self._stamp, mark.contents))
-        self._observed.add(mark.switches)
-        for content in (mark.contents[index] for index in mark.copies):
+        changed = self.changed(mark, written)
+        for index in changed:
+            name = mark.labels[index].name
+            history.add(mark.tensors[index], k, mark.copies.get(index))
+            self._changing.add(name)
+            self._counts[name] = self._counts.get(name, 0) + 1
+        mark.stamps = versions_of(mark.tensors)
+        mark.counts = [self._counts.get(label.name, 0) for label in mark.labels]
+        if mark.observes:
+            self._learn(mark, changed, unread)
+        for index in mark.copies:
+            label, now = mark.labels[index], id(mark.tensors[index])
             # Nothing is known of what a unit changes that the model left out.
-            if ran is None or content.is_beside or any(content.name.startswith(f"{p}.".lstrip(".")) for p in ran):
-                now = id(content.tensor)
-                self._last[content.name] = now if self._last.get(content.name) in (None, now) else 0
+            if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
+                self._last[label.name] = now if self._last.get(label.name) in (None, now) else 0
         mark.copies.clear()
-        return addresses
+        return [mark.tensors[index] for index in changed]
 
-    def _stamp(self, content: Content) -> tuple[int, int]:
-        return version_of(content.tensor), self._counts.get(content.name, 0)
+    def _learn(self, mark: Mark, changed: Collection[int], unread: Collection[int]) -> None:
+        """Note what an observed run has shown: which tensors it uses, and on which of those nothing depends."""
+        for tensor in mark.tensors:
+            self._together.note_use(tensor, self)
+        cells = mark.kept.addresses() if self._exchanges else ()
+        found = frozenset(
+            mark.labels[index].name
+            for index in changed
+            if _storage_of(mark.tensors[index]) in unread and id(mark.tensors[index]) in cells
+        )
+        self._observed[mark.switches] = self._observed.get(mark.switches, found) & found
+        self._unread = None, frozenset()
 
     # Running it again
 
-    def earlier(self, mark: Mark, k: int, history: History, read: Reads) -> list[Earlier]:
-        """The tensors that stage k found with another content than they have now, that content, and whether another
-        tensor can stand in for it.
+    def earlier(self, mark: Mark, k: int, history: History, read: Reads) -> Earlier:
+        """What stage k found in the tensors that hold something else by now.
 
         Args:
             mark: before its first run.
@@ -233,42 +304,63 @@ class Environment:
             ExecutionError: for a tensor whose former content is not known: it changed in this step and in none before,
                 or somebody else changed it since.
         """
-        found = []
-        for index, content in enumerate(mark.contents):
-            tensor = content.tensor
+        others: dict[int, torch.Tensor] = {}
+        found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        now, counts = versions_of(mark.tensors), self._counts
+        for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
             change = history.next_change(tensor, k)
-            if change is None and self._stamp(content) == mark.stamps[index]:
+            if change is None and now[index] == mark.stamps[index] and counts.get(label.name, 0) == mark.counts[index]:
                 continue
             is_strided = tensor.layout is torch.strided
-            is_own = not content.is_beside or (change is not None and change[0] == k)
+            is_own = not label.is_beside or (change is not None and change[0] == k)
             if not is_own and is_strided and tensor.untyped_storage()._cdata not in read():
                 continue  # another stage's business
+            if change is not None and change[1] is None and change[0] == k and label.name in mark.unread:
+                others[id(tensor)] = self._spare_for(label.name, tensor)
+                continue
             if change is None or change[1] is None or not is_strided:
-                raise _lost(content, by_forward=change is not None)
-            found.append((tensor, change[1], not content.is_beside))
-        return self._alone(mark, found, read) if found else found
+                raise _lost(label, by_forward=change is not None)
+            found.append((tensor, change[1], not label.is_beside))
+        return self._divided(mark, found, others, read) if found else Earlier(others, ())
 
-    def _alone(self, mark: Mark, found: list[Earlier], read: Reads) -> list[Earlier]:
-        """Which of the stage's own tensors can be exchanged: nothing else uses their memory."""
-        shown = [t.untyped_storage()._cdata for t, *_ in mark.contents if t.layout is torch.strided]
-        others = {*read(), *(each for each, count in Counter(shown).items() if count > 1)}
+    def _spare_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor for the stage to bring up to date instead of one whose content nothing depends on."""
+        which = id(tensor), tensor.data_ptr()
+        spare = self._spares.get(name)
+        if spare is None or spare[0] != which:
+            spare = self._spares[name] = which, tensor.detach().clone()
+        return spare[1]
+
+    def _divided(
+        self,
+        mark: Mark,
+        found: Sequence[tuple[torch.Tensor, torch.Tensor, bool]],
+        others: dict[int, torch.Tensor],
+        read: Reads,
+    ) -> Earlier:
+        """Divide what was found: tensors are exchanged where nothing else uses their memory."""
         cells = mark.kept.addresses() if self._exchanges else ()
-        return [
-            (t, then, own and id(t) in cells and t.untyped_storage()._cdata not in others) for t, then, own in found
-        ]
+        elsewhere, shown = read(), [_storage_of(tensor) for tensor in mark.tensors]
+        contents = []
+        for tensor, then, is_own in found:
+            address = _storage_of(tensor)
+            if is_own and id(tensor) in cells and address not in elsewhere and shown.count(address) == 1:
+                others[id(tensor)] = then.clone()
+            else:
+                contents.append((tensor, then))
+        return Earlier(others, contents)
 
     @contextmanager
-    def rewound(self, mark: Mark, earlier: Sequence[Earlier] = ()) -> Iterator[None]:
+    def rewound(self, mark: Mark, earlier: Earlier | None = None) -> Iterator[None]:
         """Run the block with the environment of a mark, then restore the current one."""
         now = self._cells.look()
         hooks = ParameterHooks(now.parameters())
         try:
             mark.kept.apply(now)
-            alone = {id(tensor): content for tensor, content, stands_alone in earlier if stands_alone}
-            if alone:
-                mark.kept.exchange(now, {key: content.clone() for key, content in alone.items()})
-            if len(alone) < len(earlier):
-                with _holding([(tensor, content) for tensor, content, stands_alone in earlier if not stands_alone]):
+            if earlier is not None and earlier.others:
+                mark.kept.exchange(now, earlier.others)
+            if earlier is not None and earlier.contents:
+                with _holding(earlier.contents):
                     yield
             else:
                 yield
@@ -330,33 +422,38 @@ class ParameterHooks:
         parameters: the parameters.
     """
 
-    __slots__ = ("_found",)
+    __slots__ = ("_are_none", "_found", "_parameters", "_tables")
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._found = [
-            (parameter, name, table, dict(table) if table else {})
-            for parameter in parameters
-            for name, table in (
-                ("_backward_hooks", parameter._backward_hooks),
-                ("_post_accumulate_grad_hooks", parameter._post_accumulate_grad_hooks),
-            )
-        ]
+        self._parameters = list(parameters)
+        self._tables = list(map(_hook_tables, self._parameters))
+        self._are_none = self._tables == [_NO_TABLES] * len(self._tables)
+        tables = () if self._are_none else chain.from_iterable(self._tables)
+        self._found = [(table, dict(table)) for table in tables if table]
 
     def take_away(self) -> None:
         """Remove all of them."""
-        for _, _, table, _ in self._found:
-            if table:
-                table.clear()
+        for table, _ in self._found:
+            table.clear()
 
     def restore(self) -> None:
         """Restore exactly these hooks."""
-        for parameter, name, table, hooks in self._found:
-            if table is None:
-                if getattr(parameter, name) is not None:
-                    setattr(parameter, name, None)
-            elif len(table) != len(hooks):
-                table.clear()
-                table.update(hooks)
+        if self._are_none and list(map(_hook_tables, self._parameters)) == self._tables:
+            return
+        held = {id(table): hooks for table, hooks in self._found}
+        for parameter, tables in zip(self._parameters, self._tables, strict=True):
+            for name, table in zip(_HOOK_TABLES, tables, strict=True):
+                if table is None:
+                    if getattr(parameter, name) is not None:
+                        setattr(parameter, name, None)
+                elif len(table) != len(held.get(id(table), ())):
+                    table.clear()
+                    table.update(held.get(id(table), ()))
+
+
+_HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_NO_TABLES = (None, None)
+_hook_tables = attrgetter(*_HOOK_TABLES)
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -382,6 +479,21 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The same of many tensors."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
+_version = attrgetter("_version")
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
 def is_buffer_of(model: nn.Module, tensor: torch.Tensor) -> bool:
     """Whether a tensor is (a view of) a buffer of a model; slow, seldom asked."""
     if tensor.layout is not torch.strided:
@@ -403,8 +515,14 @@ def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
-def _lost(content: Content, *, by_forward: bool) -> ExecutionError:
-    what = f"{'buffer' if content.is_buffer else 'the tensor that a module keeps as'} {content.name!r}"
+def _is_changed(copy: torch.Tensor, tensor: torch.Tensor, written: Collection[int]) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage()._cdata in written or not _is_like(copy, tensor) or not torch.equal(copy, tensor)
+
+
+def _lost(label: Label, *, by_forward: bool) -> ExecutionError:
+    what = f"{'buffer' if label.is_buffer else 'the tensor that a module keeps as'} {label.name!r}"
     if by_forward:
         return ExecutionError(
             f"{what} was changed by this step's forward, but not by earlier ones, so a stage that reads it cannot be "

@@ -7,7 +7,7 @@ from torch import nn
 
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.state.cells import Cells, Look
-from lowtide.runtime.state.environment import Environment, History, Mark, write
+from lowtide.runtime.state.environment import Environment, History, Mark, Together, write
 
 
 class RecordedState:
@@ -26,8 +26,8 @@ class RecordedState:
         ]
         inside = {name for modules in self._modules for name, _ in modules}
         around = [(name, module) for name, module in model.named_modules() if name not in inside]
-        counts: dict[str, int] = {}
-        self._environments = [Environment(modules, around, counts) for modules in self._modules]
+        together = Together()
+        self._environments = [Environment(modules, around, together) for modules in self._modules]
         self._cells = [Cells(modules) for modules in self._modules]
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._marks: dict[int, Mark] = {}

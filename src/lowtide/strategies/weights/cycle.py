@@ -19,7 +19,7 @@ from lowtide.strategies.weights.rounds import (
     Floats,
     Ints,
     Moves,
-    Progress,
+    RoundState,
     copy_end,
     run_cut,
 )
@@ -74,7 +74,7 @@ def steady_period(course: Course, events: Ints, num_events: int) -> float:
 
 
 @kernel
-def best_cut(course: Course, moves: Moves, state: Progress, cuts: Ints, best_events: Ints) -> tuple[float, int, int]:
+def best_cut(course: Course, moves: Moves, state: RoundState, cuts: Ints, best_events: Ints) -> tuple[float, int, int]:
     """Try cuts, patiently and not; the least period, its cut (-1 where none runs) and the number of its events."""
     best, chosen, num_events = np.inf, -1, 0
     for cut in cuts:

@@ -54,7 +54,7 @@ class Moves(NamedTuple):
     num_wrapping: int  # so many of the first to be fetched are away when a round begins
 
 
-class Progress(NamedTuple):
+class RoundState(NamedTuple):
     """What is where, and the clocks."""
 
     clocks: Floats  # CLOCK, TO_HOST, TO_DEVICE
@@ -75,9 +75,9 @@ ON_DEVICE, PENDING, AWAY = range(3)
 ARRIVED, COPIED = range(2)
 
 
-def new_state(num_positions: int, num_moves: int, num_values: int) -> Progress:
+def new_state(num_positions: int, num_moves: int, num_values: int) -> RoundState:
     """A state with room for all events of a round."""
-    return Progress(
+    return RoundState(
         np.zeros(3),
         np.zeros(4, np.int64),
         np.zeros(num_moves, np.int64),
@@ -88,7 +88,7 @@ def new_state(num_positions: int, num_moves: int, num_values: int) -> Progress:
 
 
 @kernel
-def _record(state: Progress, kind: int, index: int) -> None:
+def _record(state: RoundState, kind: int, index: int) -> None:
     at = state.counts[NUM_EVENTS]
     state.events[at, 0] = kind
     state.events[at, 1] = index
@@ -106,7 +106,7 @@ def copy_end(course: Course, clocks: Floats, channel: int, value: int) -> float:
 
 
 @kernel
-def _begin_leaving(course: Course, moves: Moves, state: Progress, position: int) -> None:
+def _begin_leaving(course: Course, moves: Moves, state: RoundState, position: int) -> None:
     """Step 1: what the computation at `position` used, and may go."""
     for slot in range(moves.at_use.shape[1]):
         move = moves.at_use[position, slot]
@@ -126,20 +126,20 @@ def _begin_leaving(course: Course, moves: Moves, state: Progress, position: int)
 
 
 @kernel
-def _ready(moves: Moves, state: Progress, at: int) -> float:
+def _ready(moves: Moves, state: RoundState, at: int) -> float:
     """When a pending value has its copy on the host."""
     return float(state.copies[COPIED, moves.table[state.pending[at], VALUE]])
 
 
 @kernel
-def _drop_pending(state: Progress, index: int) -> None:
+def _drop_pending(state: RoundState, index: int) -> None:
     for at in range(index, state.counts[NUM_PENDING] - 1):
         state.pending[at] = state.pending[at + 1]
     state.counts[NUM_PENDING] -= 1
 
 
 @kernel
-def _release_first(moves: Moves, state: Progress) -> None:
+def _release_first(moves: Moves, state: RoundState) -> None:
     """Free the first pending value, after waiting for its copy if necessary."""
     move = state.pending[0]
     _record(state, RELEASE, moves.table[move, VALUE])
@@ -150,7 +150,7 @@ def _release_first(moves: Moves, state: Progress) -> None:
 
 
 @kernel
-def _fetch(course: Course, moves: Moves, state: Progress, move: int) -> None:
+def _fetch(course: Course, moves: Moves, state: RoundState, move: int) -> None:
     value = moves.table[move, VALUE]
     _record(state, PREFETCH, value)
     state.copies[ARRIVED, value] = copy_end(course, state.clocks, TO_DEVICE, value)
@@ -160,7 +160,7 @@ def _fetch(course: Course, moves: Moves, state: Progress, move: int) -> None:
 
 
 @kernel
-def _starts_at(course: Course, state: Progress, position: int) -> float:
+def _starts_at(course: Course, state: RoundState, position: int) -> float:
     """When the computation could start, for all that is known: its values have arrived."""
     clock = state.clocks[CLOCK]
     for slot in range(course.values_at.shape[1]):
@@ -172,7 +172,7 @@ def _starts_at(course: Course, state: Progress, position: int) -> float:
 
 @kernel
 def _has_room(
-    course: Course, moves: Moves, state: Progress, position: int, move: int, need: int, patient: bool
+    course: Course, moves: Moves, state: RoundState, position: int, move: int, need: int, patient: bool
 ) -> bool:
     """Whether a copy in may be queued now: it fits in this gap, and at each computation until `need`.
 
@@ -213,7 +213,7 @@ def _has_room(
 
 
 @kernel
-def _need_of_next(course: Course, moves: Moves, state: Progress, begun: int) -> int:
+def _need_of_next(course: Course, moves: Moves, state: RoundState, begun: int) -> int:
     """The position, counted from the running round's begin, at which the next fetch is needed."""
     num_positions, num_moves = len(course.seconds), len(moves.table)
     turns = state.counts[NEXT] // num_moves - begun
@@ -222,7 +222,7 @@ def _need_of_next(course: Course, moves: Moves, state: Progress, begun: int) -> 
 
 @kernel
 def _fetch_what_fits(
-    course: Course, moves: Moves, state: Progress, position: int, begun: int, last_fetch: int, patient: bool
+    course: Course, moves: Moves, state: RoundState, position: int, begun: int, last_fetch: int, patient: bool
 ) -> None:
     """Queue copies in, in order, while there is room; `last_fetch` is the first that may not be queued yet."""
     while state.counts[NEXT] < last_fetch:
@@ -245,7 +245,7 @@ def _fetch_what_fits(
 def _fill_gap(
     course: Course,
     moves: Moves,
-    state: Progress,
+    state: RoundState,
     position: int,
     begun: int,
     last_fetch: int,
@@ -279,7 +279,7 @@ def _fill_gap(
 
 
 @kernel
-def _offload_early(course: Course, moves: Moves, state: Progress, position: int) -> None:
+def _offload_early(course: Course, moves: Moves, state: RoundState, position: int) -> None:
     """Send to the host what leaves after a later forward, where that channel would otherwise be idle."""
     window = np.inf  # until the next copy out that cannot be early
     for slot in range(moves.at_use.shape[1]):
@@ -306,7 +306,7 @@ def _offload_early(course: Course, moves: Moves, state: Progress, position: int)
 
 
 @kernel
-def _compute(course: Course, state: Progress, position: int) -> None:
+def _compute(course: Course, state: RoundState, position: int) -> None:
     state.clocks[CLOCK] = _starts_at(course, state, position) + course.seconds[position]
     _record(state, COMPUTE, position)
     for slot in range(course.values_at.shape[1]):
@@ -316,7 +316,7 @@ def _compute(course: Course, state: Progress, position: int) -> None:
 
 
 @kernel
-def _begin(course: Course, moves: Moves, state: Progress, cut: int) -> None:
+def _begin(course: Course, moves: Moves, state: RoundState, cut: int) -> None:
     """The state before backward n: of what left after its forward or a backward, the first `cut` are back."""
     state.clocks[:] = 0.0
     state.copies[:] = 0.0
@@ -332,7 +332,7 @@ def _begin(course: Course, moves: Moves, state: Progress, cut: int) -> None:
 
 @kernel
 def _run_round(
-    course: Course, moves: Moves, state: Progress, begun: int, cut: int, patient: bool, forced: bool
+    course: Course, moves: Moves, state: RoundState, begun: int, cut: int, patient: bool, forced: bool
 ) -> bool:
     """One round of the period; False where it cannot run."""
     num_positions = len(course.seconds)
@@ -353,7 +353,7 @@ def _run_round(
 
 
 @kernel
-def run_cut(course: Course, moves: Moves, state: Progress, cut: int, patient: bool) -> bool:
+def run_cut(course: Course, moves: Moves, state: RoundState, cut: int, patient: bool) -> bool:
     """Run a cut until a round ends as it began; its events are left in the state. False where the cut cannot run."""
     before = np.zeros(len(moves.table), np.bool_)
     uncopied = np.zeros(len(course.value_bytes), np.bool_)
