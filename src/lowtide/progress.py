@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 # What is quicker than this shows no bar.
 _PATIENCE_SECONDS = 2.0
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Leave Python's generator as it is: rich draws from it, and a training loop must draw what it would have."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 class DelayedProgress:
@@ -54,8 +67,9 @@ class DelayedProgress:
                 self._bar.stop()
 
     def _show(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        with random_numbers_kept():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         with self._lock:
             if not self._enabled:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.chain import Chain
+from lowtide.progress import random_numbers_kept
 from lowtide.report.timeline import PHASES, spans
 from lowtide.solve import Solution
 from lowtide.trace import CATEGORIES, Trace
@@ -107,7 +108,8 @@ def chart_text(
     trace: Trace, *, memory_budget: int | None = None, width: int | None = None, colour: bool | None = None
 ) -> str:
     """The chart of `plan_text` by itself: memory over time, and beneath it what compute and copies do."""
-    return _joined(_chart(trace, memory_budget, _glyphs(), _num_columns(width)), colour)
+    with random_numbers_kept():
+        return _joined(_chart(trace, memory_budget, _glyphs(), _num_columns(width)), colour)
 
 
 def _line_width() -> int:

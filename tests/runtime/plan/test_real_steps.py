@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import lowtide
+from lowtide import Backward, Forward
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.meter import Meter, StepMeter
 from lowtide.runtime.plan.signature import Signature
@@ -337,3 +338,21 @@ def test_a_meter_of_steps_stays_out_of_the_way():
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert steps.open() is None
     del kept
+
+
+def test_a_result_that_is_kept_after_backward_keeps_nothing_else_alive():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(6)))
+    operations = [*(Forward(k, "keep") for k in range(1, 6)), Forward(6, "all"), Backward(6)]
+    operations += [op for k in range(5, 0, -1) for op in (Forward(k, "all"), Backward(k))]
+    x = torch.randn(4, 8)
+    with lowtide.attach(model, lowtide.Schedule("each", operations)):
+        model(x).sum().backward()
+        model.zero_grad()
+        with Meter("cpu") as before:
+            pass
+        out = model(x)
+        out.sum().backward()
+        model.zero_grad()
+        with Meter("cpu") as after:
+            pass
+    assert after.start_bytes - before.start_bytes <= out.nbytes

@@ -352,3 +352,9 @@ def test_a_tensor_that_goes_past_calls_is_told_without_a_loss_that_nobody_gave()
     with pytest.raises(lowtide.CaptureError) as refusal:
         fit(Net(), torch.zeros(4, WIDTH, requires_grad=True))
     assert "loss=" not in str(refusal.value)
+
+
+def test_a_lazy_buffer_is_told():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(), nn.Tanh())
+    with pytest.raises(lowtide.CaptureError, match=r"has no shape yet; call the model once"):
+        lowtide.fit(model, torch.zeros(2, 4), memory_budget="1GiB")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -289,3 +294,57 @@ def test_a_generator_that_the_caller_hands_to_the_model():
     schedule = recomputing(chain.num_stages)
     with lowtide.attach(model, schedule, split=split_for(model, chain)):
         assert_equal(numbers(model, generator), numbers(make(), torch.Generator().manual_seed(7)))
+
+
+class HandsOn(nn.Module):
+    """Keeps a generator and hands it to its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NoisyBlock() for _ in range(4))
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, self.generator)
+        return x
+
+
+class NoisyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, generator):
+        return torch.tanh(self.linear(x)) + torch.randn(x.shape, generator=generator)
+
+
+def test_a_generator_that_the_model_keeps_and_hands_on():
+    torch.manual_seed(0)
+    model = HandsOn()
+    twin = copy.deepcopy(model)
+    twin.generator = torch.Generator().manual_seed(7)
+    x = torch.randn(64, 16)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1000, bandwidth=0)
+    with lowtide.fit(model, x, memory_budget=caught.value.minimum_bytes, bandwidth=0) as plan:
+        for _ in range(3):
+            for each in (model, twin):
+                each.zero_grad()
+                each(x).square().mean().backward()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)
+        assert plan.stats().recomputed_per_step > 0
+    assert torch.equal(model.generator.get_state(), twin.generator.get_state())
+
+
+def test_printing_a_plan_draws_nothing():
+    program = (
+        "import random, torch, lowtide; from torch import nn;"
+        "m = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh());"
+        "plan = lowtide.fit(m, torch.zeros(2, 4), memory_budget='1GiB', bandwidth=0);"
+        "before = random.getstate(); str(plan); assert random.getstate() == before"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr

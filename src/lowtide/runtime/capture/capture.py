@@ -100,6 +100,9 @@ def check_has_data(model: nn.Module) -> None:
     Raises:
         CaptureError: with the first parameter that has none.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"{name!r} has no shape yet; call the model once on a batch before fit")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise CaptureError(

@@ -166,6 +166,11 @@ class Tape:
         self._watch = watch
 
     @property
+    def hands_generators(self) -> bool:
+        """Whether a call was handed a generator: after a recomputation it is where it was before."""
+        return any(entry.drawn_from for entry in self.calls)
+
+    @property
     def sets_generators(self) -> bool:
         """Whether the code between its calls was seen to set a generator."""
         return self._watch is not None and self._watch.has_seen_one
