@@ -8,6 +8,7 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -203,8 +204,11 @@ class RunningStep:
             self.release()
             self._on_end()
             self._on_end = None
-            self.machine.counters.num_steps += 1
-            self.machine.spot_checks.judge()
+            machine = self.machine
+            # The graph holds this step. A model that keeps a result with its graph must not hold itself through both.
+            self.machine = weakref.proxy(machine)
+            machine.counters.num_steps += 1
+            machine.spot_checks.judge()
 
     def _lowest(self) -> int:
         """The first stage that backward reaches: before it everything is frozen."""
@@ -235,7 +239,7 @@ class RunningStep:
         self.read.clear()
         for run in self.runs:
             run.tape = None
-            run.mark = None
+            run.mark = run.environment = None
             run.spot_check = None
             run.random = run.random_after = None
 
