@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide.runtime.meter import StepMeter
+from lowtide.runtime.meter import StepMeter, is_excluded
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
 # ones are at steps whose number is a power of two, so that what it costs goes to nothing.
@@ -150,7 +150,7 @@ class RealSteps:
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages if not is_excluded(storage)}.values())
 
 
 def _ended(hook: Any, meter: StepMeter) -> None:
