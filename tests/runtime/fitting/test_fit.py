@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
@@ -587,6 +588,42 @@ def test_the_budget_holds_where_modules_carry_something_over():
     budget = int(1.1 * caught.value.minimum_bytes)
     with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
         assert peak_of_steps(model, inputs) <= budget
+        assert plan.stats().recomputed_per_step > 0
+
+
+class Recurrent(nn.Module):
+    """Keeps hidden states with their graph, in a list, a tuple and by themselves; whoever trains it detaches them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.hidden = nn.ModuleList(block(32) for _ in range(4)), None
+
+    def forward(self, x):
+        kept = [x, (x,), x] if self.hidden is None else self.hidden
+        x = self.blocks[1](self.blocks[0](x + kept[0]) + kept[1][0])
+        y = self.blocks[2](x + kept[2])
+        self.hidden = [x, (y,), y]
+        return self.blocks[3](y)
+
+    def detach(self) -> None:
+        x, (y,), z = self.hidden
+        self.hidden = [x.detach(), (y.detach(),), z.detach()]
+
+
+def test_hidden_states_that_the_loop_detaches():
+    def numbers(model: Recurrent) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)  # blocks have dropout
+        for x in batches(SHAPE, 3):
+            model(x).square().mean().backward()
+            model.detach()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    torch.manual_seed(0)
+    model = Recurrent()
+    plain = copy.deepcopy(model)
+    with lowtide.fit(model, batches(SHAPE, 1)[0], memory_budget="1GiB", bandwidth=0, strategy="revolve") as plan:
+        assert model.hidden is None
+        assert_equal(numbers(model), numbers(plain))
         assert plan.stats().recomputed_per_step > 0
 
 
