@@ -4,6 +4,7 @@ gradients of inputs and parameters, buffers, optimizer state, and the generators
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import exclude
+from lowtide.runtime.meter import Meter, exclude
 from lowtide.runtime.model.containers import tensors_of
 
 Numbers = dict[str, torch.Tensor]
@@ -68,6 +69,15 @@ def train(
             exclude(number)
     numbers.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
     return numbers
+
+
+def above_the_least(share: float, least: int, model: nn.Module) -> int:
+    """A budget of so many times what a model needs: the least that was named holds all other tensors in memory, too."""
+    gc.collect()
+    with Meter("cpu") as meter:
+        own = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        others = meter.start_bytes - sum(own.values())
+    return others + int((least - others) * share)
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from tests.runtime import models
-from tests.runtime.training import assert_equal, batches, train
+from tests.runtime.training import above_the_least, assert_equal, batches, train
 from torch import nn
 
 import lowtide
@@ -45,7 +45,8 @@ def leanest(model: nn.Module, x: torch.Tensor, share: float = 1.0, **options) ->
     """Within the least budget times a share."""
     with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
         lowtide.fit(model, x, memory_budget=1, **OPTIONS, **options)
-    return lowtide.fit(model, x, memory_budget=int(refusal.value.minimum_bytes * share), **OPTIONS, **options)
+    budget = above_the_least(share, refusal.value.minimum_bytes, model)
+    return lowtide.fit(model, x, memory_budget=budget, **OPTIONS, **options)
 
 
 def peak_of_step(model: nn.Module, x: torch.Tensor) -> int:

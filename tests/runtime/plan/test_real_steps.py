@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.training import above_the_least
 from torch import nn
 
 import lowtide
@@ -34,10 +35,9 @@ def square(result: torch.Tensor) -> torch.Tensor:
 
 def fitted(model: nn.Module, sample, share: float = 1.0, **options) -> lowtide.Plan:
     """Within the least budget times a share."""
-    gc.collect()
     with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
         lowtide.fit(model, sample, memory_budget=1, **OPTIONS, **options)
-    budget = int(refusal.value.minimum_bytes * share)
+    budget = above_the_least(share, refusal.value.minimum_bytes, model)
     return lowtide.fit(model, sample, memory_budget=budget, **OPTIONS, **options)
 
 

@@ -8,6 +8,7 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,11 +25,12 @@ from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
 from lowtide.runtime.execute.values import Activation, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.execute.weights import MANAGED
 from lowtide.runtime.replay.endings import EndOfRunError
 from lowtide.runtime.replay.tape import Tape, versions_of
 from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
-from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
+from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Update, Value
 
 
 class _Recomputing(threading.local):
@@ -91,6 +93,7 @@ class RunningStep:
         self.variants = variants or machine.variants
         self._on_end: Callable[[], None] | None = on_end
         self.program = machine.program
+        self._weights = machine.weights
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
@@ -109,6 +112,8 @@ class RunningStep:
     def before_first(self, k: int) -> None:
         """Do what the list asks for before the first forward of stage k."""
         self._walk(self.program.first[k])
+        if self._weights is not None:
+            self._weights.need(k)
 
     def after_first(self, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         """The model has run stage k for the first time."""
@@ -167,6 +172,13 @@ class RunningStep:
                 with self.machine.alone():
                     self._walk(self.program.backward[k])
                     self._fill(k)
+            if self._weights is not None:
+                self._weights.need(k)  # also where backward comes by once more
+
+    @property
+    def is_away(self) -> Callable[[int], bool] | None:
+        """Tells whether a stage's weights are not on the device; None: no stage's ever leave."""
+        return None if self._weights is None else self._weights.is_away
 
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A saved tensor was changed in place."""
@@ -185,12 +197,18 @@ class RunningStep:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
 
     def _end_task(self, task: int) -> None:
+        if self._weights is not None:
+            assert self.program.placement is not None
+            self._weights.settle(self.program.placement.after_backward, fetch=False)
         if self._filled <= self._lowest() and self._on_end is not None:
             self.release()
             self._on_end()
             self._on_end = None
-            self.machine.counters.num_steps += 1
-            self.machine.spot_checks.judge()
+            machine = self.machine
+            # The graph holds this step. A model that keeps a result with its graph must not hold itself through both.
+            self.machine = weakref.proxy(machine)
+            machine.counters.num_steps += 1
+            machine.spot_checks.judge()
 
     def _lowest(self) -> int:
         """The first stage that backward reaches: before it everything is frozen."""
@@ -221,7 +239,7 @@ class RunningStep:
         self.read.clear()
         for run in self.runs:
             run.tape = None
-            run.mark = None
+            run.mark = run.environment = None
             run.spot_check = None
             run.random = run.random_after = None
 
@@ -242,6 +260,10 @@ class RunningStep:
             if self._filled > operation.stage:
                 self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
             self._forget(operation.stage)
+        elif isinstance(operation, Update):
+            raise AssertionError("updates are the optimizer's")
+        elif self._weights is not None and operation.kind in MANAGED:
+            self._weights.execute(operation)
         elif isinstance(operation, Offload):
             value = self.values[operation.value]
             self.host[operation.value] = value
@@ -306,6 +328,8 @@ class RunningStep:
         assert tape is not None
         assert source is not None
         self._check_parameters(k)
+        if self._weights is not None:
+            self._weights.need(k)
         inputs = source.tensors(tape.inputs, self.machine.is_state)
         sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
         if operation.save != "all":

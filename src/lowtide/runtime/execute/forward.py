@@ -47,7 +47,7 @@ class ExecutedForward(StagedForward):
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
-        if self.machine.program.taped:
+        if self.machine.program.taped or self.machine.weights is not None:
             refuse_saved_tensor_hooks()
             refuse_weight_cache(self.machine.model)
         try:
@@ -83,7 +83,10 @@ class ExecutedForward(StagedForward):
         step.watch_reads(k)
         self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
-        if mode is not Mode.NATIVE:
+        if mode is Mode.GUARD:
+            self._hooks = run.placeholders.kept_run(step)
+            self._begin_call = run.placeholders.begin_call
+        elif mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
             if machine.checks is Checks.ALL:
                 run.fingerprints = Fingerprints()

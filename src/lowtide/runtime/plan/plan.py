@@ -243,7 +243,7 @@ class Plan:
             None if predicted is None else predicted.peak_bytes,
             peak or self._part.peak_bytes or self._part.rehearsed_peak_bytes,
             counters.num_recomputed / steps,
-            counters.moved_bytes / steps,
+            (counters.moved_bytes + (0 if execution.weights is None else execution.weights.moved_bytes)) / steps,
         )
 
     def _repr_html_(self) -> str:
