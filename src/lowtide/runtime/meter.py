@@ -38,11 +38,6 @@ def exclude(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_excluded(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is on another tier."""
-    return storage in _excluded
-
-
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Keep Python's collector from freeing, while counting, what other code (compilers) left behind."""

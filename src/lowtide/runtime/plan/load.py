@@ -39,7 +39,7 @@ def load_plan(
 
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
-            what is other than planned. Calls with other shapes are refused when they come.
+            what has changed. Calls with larger shapes are refused when they come; smaller ones run under the plan.
     """
     values = read_json(path, PlanError)
     try:
