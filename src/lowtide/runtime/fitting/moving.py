@@ -1,4 +1,4 @@
-"""Plans that move weights, weight gradients and optimizer state as well: what they count, and where they are allowed."""
+"""Plans that move weights, weight gradients and optimizer state as well: what counts, and where that is allowed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lowtide.trace import Trace
 from lowtide.units import format_bytes
 
 STRATEGY = "joint"
+
 
 @dataclass(frozen=True, slots=True)
 class Moving:
@@ -118,8 +119,8 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     if budget < least.peak_bytes:
         raise InfeasibleBudgetError(
             f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(least.peak_bytes)} "
-            f"({least.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the host; "
-            "raise it",
+            f"({least.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the "
+            "host; raise it",
             minimum_bytes=least.peak_bytes,
         )
     solution = least

@@ -95,9 +95,7 @@ class Planned:
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
         tier = tier_for(model, settings.host_memory_budget, needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
-        return Execution(
-            model, self.split, schedule, self.chain, tier, checks=settings.checks, optimizer=optimizer
-        )
+        return Execution(model, self.split, schedule, self.chain, tier, checks=settings.checks, optimizer=optimizer)
 
 
 @dataclass(frozen=True, slots=True)
