@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("call", [fit, lowtide.measure], ids=["fit", "meas
         (torch.zeros(2, WIDTH, dtype=torch.float64), RuntimeError, r"dtype.*\[2, 8\] float64"),
         ({"pictures": torch.zeros(2, WIDTH)}, TypeError, r"unexpected keyword.*pictures=\[2, 8\] float32"),
         ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32 on cpu, 3"),
-        (torch.zeros(2, WIDTH, device="meta"), RuntimeError, r"the model, on cpu, .*\[2, 8\] float32 on meta"),
+        (torch.zeros(2, WIDTH, device="meta"), RuntimeError, r"device meta.*\[2, 8\] float32 on meta"),
     ],
     ids=["shape", "dtype", "keyword", "number", "device"],
 )
