@@ -177,10 +177,10 @@ def test_without_the_optimizer_weights_stay():
 
 def test_a_plan_file(tmp_path):
     expected = train(*made(blocks), batch(blocks))
-    plan, _ = fitted(blocks, resident_bytes(blocks) // 2)
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
     with plan:
         plan.save(tmp_path / "plan.json")
-    model, optimizer = made(blocks)
+    model = plan.model
     with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
         lowtide.load_plan(tmp_path / "plan.json", model)
     with lowtide.load_plan(tmp_path / "plan.json", model, optimizer=optimizer):
