@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import Meter
+from lowtide.runtime.meter import Meter, exclude
 from lowtide.runtime.model.containers import tensors_of
 
 Numbers = dict[str, torch.Tensor]
@@ -51,6 +51,7 @@ def train(
         if has_stepped:
             optimizer.step()
         # after the step, whose memory is the budget's: what is noted here is not
+        noted = len(numbers)
         numbers.update({f"{index} output {i}": t.detach().clone() for i, t in enumerate(tensors_of(output))})
         numbers[f"{index} loss"] = value.detach().clone()
         if x.grad is not None:
@@ -64,6 +65,8 @@ def train(
             numbers.update(
                 {f"{index} state {i} {n}": t.clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
             )
+        for number in list(numbers.values())[noted:]:
+            exclude(number)
     numbers.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
     return numbers
 

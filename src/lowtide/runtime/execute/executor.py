@@ -353,6 +353,8 @@ class RunningStep:
         may_end_in = run.tape.may_end_in if ends_early else None
         catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, may_end_in)
         check, run.spot_check = run.spot_check, None  # the first recomputation of a step is looked at
+        if check is not None and run.environment is not None and run.mark is not None:
+            check.watch(run.environment.unchanging(run.mark))
         try:
             try:
                 outputs = self._run_again(k, inputs, catch.pack if check is None else check.again(catch.pack))

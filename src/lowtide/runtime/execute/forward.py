@@ -22,7 +22,7 @@ from lowtide.runtime.replay.staged import StagedForward
 from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.state.environment import Mark, version_of
 from lowtide.runtime.state.rng import GeneratorWatch, State
-from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks
+from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks, refuse_weight_cache
 from lowtide.runtime.state.writes import Writes
 
 
@@ -49,6 +49,7 @@ class ExecutedForward(StagedForward):
         """Call the model under the schedule."""
         if self.machine.program.taped or self.machine.weights is not None:
             refuse_saved_tensor_hooks()
+            refuse_weight_cache(self.machine.model)
         try:
             result = super().run(plain, args, kwargs)
         except BaseException:

@@ -4,7 +4,8 @@ A recomputed stage must see its environment as in the first run, whatever has ch
 it. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
 version is counted (batch normalisation, observers of quantisation, `.data`) by what was seen when the stage first ran
 with these switches and functions: then operations are watched, and values compared. From then on only the tensors that
-change are copied first.
+change are copied first. One that begins to change later, by a switch that no cell holds, is known by a copy from before
+if it is small.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from lowtide.runtime.state.cells import Cells, Kept, Label
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
+
+# Up to this size what no run has changed is copied all the same, once, in case that a later one does: statistics and
+# counters are smaller, and a few hundred of them take less than a step's rounding.
+_SMALL_BYTES = 2**16
 
 
 class History:
@@ -162,6 +167,7 @@ class Environment:
         self._unread: tuple[Any, frozenset[str]] = None, frozenset()  # the same, less what others use, and as of when
         self._spares: dict[str, tuple[tuple[int, int], torch.Tensor]] = {}
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
+        self._unchanged: dict[str, tuple[int, int, torch.Tensor]] = {}  # small ones: which, its version, its content
 
     # Before and after a first run
 
@@ -187,6 +193,9 @@ class Environment:
         for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
             name = label.name
             is_new = self._last.get(name) not in (0, id(tensor))
+            known = self._unchanged.get(name)
+            if known is not None and known[1] != mark.versions[index]:
+                is_new = True  # somebody has changed it since
             if observes or is_new or (name in self._changing and name not in mark.unread):
                 mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
         return mark
@@ -261,20 +270,31 @@ class Environment:
         changed = self.changed(mark, written)
         for index in changed:
             name = mark.labels[index].name
-            history.add(mark.tensors[index], k, mark.copies.get(index))
+            history.add(mark.tensors[index], k, self._copy_in(mark, index))
             self._changing.add(name)
+            self._unchanged.pop(name, None)
             self._counts[name] = self._counts.get(name, 0) + 1
         mark.stamps = versions_of(mark.tensors)
         mark.counts = [self._counts.get(label.name, 0) for label in mark.labels]
         if mark.observes:
             self._learn(mark, changed, unread)
-        for index in mark.copies:
+        for index, copy in mark.copies.items():
             label, now = mark.labels[index], id(mark.tensors[index])
+            if index not in changed and copy.nbytes <= _SMALL_BYTES and label.name not in self._changing:
+                self._unchanged[label.name] = now, mark.versions[index], copy
             # Nothing is known of what a unit changes that the model left out.
             if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
                 self._last[label.name] = now if self._last.get(label.name) in (None, now) else 0
         mark.copies.clear()
         return [mark.tensors[index] for index in changed]
+
+    def _copy_in(self, mark: Mark, index: int) -> torch.Tensor | None:
+        """What a tensor held at a mark, where that is known."""
+        copy = mark.copies.get(index)
+        known = self._unchanged.get(mark.labels[index].name) if copy is None else None
+        if known is not None and known[:2] == (id(mark.tensors[index]), mark.versions[index]):
+            copy = known[2]
+        return copy
 
     def _learn(self, mark: Mark, changed: Collection[int], unread: Collection[int]) -> None:
         """Note what an observed run has shown: which tensors it uses, and on which of those nothing depends."""
@@ -322,6 +342,13 @@ class Environment:
                 raise _lost(label, by_forward=change is not None)
             found.append((tensor, change[1], not label.is_beside))
         return self._divided(mark, found, others, read) if found else Earlier(others, ())
+
+    def unchanging(self, mark: Mark) -> list[tuple[str, torch.Tensor]]:
+        """The small tensors of the stage's own that no run has changed, with their names."""
+        if not self._unchanged:
+            return []
+        pairs = zip(mark.labels, mark.tensors, strict=True)
+        return [(label.name, t) for label, t in pairs if label.name in self._unchanged and not label.is_beside]
 
     def _spare_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for the stage to bring up to date instead of one whose content nothing depends on."""
@@ -526,7 +553,8 @@ def _lost(label: Label, *, by_forward: bool) -> ExecutionError:
     if by_forward:
         return ExecutionError(
             f"{what} was changed by this step's forward, but not by earlier ones, so a stage that reads it cannot be "
-            "recomputed; repeat the step"
+            "recomputed, and the gradients of this step are lost; load the state from before it (your last checkpoint) "
+            "and repeat it: from now on the change is known"
         )
     return ExecutionError(
         f"{what} was changed in place between the forward of a stage that reads it and its backward; change it after "
