@@ -65,6 +65,9 @@ def fit(
 ) -> Plan:
     """Make a model train within a memory budget: measure its stages, solve for the fastest schedule, attach it.
 
+    Call it inside the same autocast as your loop: precision decides what a step takes. Steps under another autocast
+    are planned for when they come, which takes as long as this call.
+
     Args:
         model: the model, on the device where it is trained; the object stays the same.
         sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments; or
