@@ -148,9 +148,8 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     del target
     if not step.keeps_result:
         del result
-    gradients = [
-        (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
-    ]
+    own = set(map(id, model.parameters()))
+    gradients = [(leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in own]
     torch.clear_autocast_cache()  # as where an autocast block ends, before backward, and never grows with trials
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
     for leaf, gradient in gradients:  # tensors of the user's that nobody registered
