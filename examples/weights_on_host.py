@@ -31,6 +31,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, time, width) to the same shape."""
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         y = self.norms[0](x)
         x = x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
@@ -48,6 +49,7 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of predicting each token from those before it."""
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)

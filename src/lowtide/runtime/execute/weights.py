@@ -340,7 +340,8 @@ class Weights:
         for parameter in parameters:
             state = self.optimizer.state.get(parameter, {})
             for value in state.values() if isinstance(state, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.device == parameter.device and is_whole(value):
+                is_there = isinstance(value, torch.Tensor) and value.device == parameter.device
+                if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
                     yield value
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -444,6 +445,7 @@ class Weights:
                 "the device has no room for all weights, gradients and optimizer state; what did not fit is still in "
                 "host memory, where every operation can use it, slowly"
             ) from None
+        self._tier.finish()
 
     def check(self) -> None:
         """Refuse parameters that were moved or given other memory while lowtide looks after theirs.
