@@ -103,7 +103,7 @@ def with_largest(sample: Sample, batch: Any, loader: Any) -> Sample:
         return sample
     now, form = tree_flatten(batch)
     largest, largest_form = tree_flatten(largest_batch_of(loader))
-    others = {id(one): other for one, other in zip(now, largest, strict=False) if isinstance(one, torch.Tensor)}
+    others: dict[int, torch.Tensor] = {id(one): other for one, other in zip(now, largest, strict=False)}
     if form != largest_form or not all(isinstance(others.get(id(t)), torch.Tensor) for t in sample.tensors()):
         return sample
     if sum(others[id(t)].nbytes for t in sample.tensors()) <= sum(t.nbytes for t in sample.tensors()):
