@@ -279,6 +279,12 @@ def planning() -> dict[str, Any]:
     return {"chain": Chain("six", stages)}
 
 
+def moving() -> dict[str, Any]:
+    """A chain with weights, and a network with batches."""
+    batch = torch.randn(64, 16)
+    return {**planning(), "model": layered(), "batch": batch, "loader": [batch] * 2, "loss_fn": torch.sum}
+
+
 def reporting() -> dict[str, Any]:
     return {**small_card(), **planning()}
 
@@ -289,7 +295,7 @@ OTHERS = {
     "measuring": measuring,
     "report": reporting,
     "strategies": planning,
-    "weights": planning,
+    "weights": moving,
 }
 
 GIVEN = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import itertools
@@ -26,7 +27,7 @@ from tests.runtime.training import Numbers, assert_equal, batches, gradients, se
 from torch import nn
 
 import lowtide
-from lowtide import Schedule
+from lowtide import Backward, Prefetch, Schedule
 from lowtide.errors import PlanError
 from lowtide.runtime.meter import Meter
 
@@ -169,6 +170,24 @@ def test_clipping_and_writes_to_gradients():
     compare(before_step=scale)
 
 
+def test_gradients_that_are_on_their_way_back_when_they_are_clipped():
+    operations = list(parking(storing(N)).operations)
+    operations.insert(operations.index(Backward(1)), Prefetch("g", N))  # the last stage's are fetched early
+    fetched_again = len(operations) - 1 - operations[::-1].index(Prefetch("g", N))
+    del operations[fetched_again]
+    early = dataclasses.replace(parking(storing(N)), operations=operations)
+    plain = models.stages_of_every_kind()
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    expected = train(plain, make_adamw(plain.parameters()), before_step=clip)
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, early, optimizer=optimizer):
+        assert_equal(train(model, optimizer, before_step=clip), expected)
+
+
 def test_writes_to_weights_between_steps():
     def clamp(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -194,6 +213,36 @@ def test_writes_to_weights_that_stay_on_the_device_between_steps():
         optimizer = make_adamw(model.parameters())
         with lowtide.attach(model, schedule, optimizer=optimizer):
             assert_equal(train(model, optimizer, after_step=clamp), expected)
+
+
+class Clamped(nn.Linear):
+    """Writes to its own weight in each forward, past any version."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def test_a_stage_that_writes_to_its_own_weights():
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), Clamped(8, 8), nn.Tanh())
+
+    compare(model_of=model_of)
+
+
+def test_autocast():
+    def model_of() -> nn.Sequential:
+        class Cast(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return super().forward(x)
+
+        torch.manual_seed(0)
+        return Cast(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+
+    compare(model_of=model_of)
+    compare(model_of=model_of, base=recomputing(4))
 
 
 def test_a_scheduler_and_groups_with_their_own_weight_decay():

@@ -25,11 +25,11 @@ from lowtide.schedule import Update
 CUDA_IS_ALLOWED = False
 
 
-def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.optim.Optimizer | None) -> Weights:
-    """What a schedule may move besides activations.
+def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse to move the weights of a model where that does not work.
 
     Raises:
-        PlanError: where weights of this model cannot be moved.
+        PlanError: with the reason.
     """
     if any(parameter.device.type == "cuda" for parameter in model.parameters()) and not CUDA_IS_ALLOWED:
         raise PlanError(
@@ -44,20 +44,31 @@ def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.opti
         )
     if optimizer is None:
         raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not trained <= held:
-        name = next(names[key] for key in trained - held)
+    missing = next((name for key, name in trained.items() if key not in held), None)
+    if missing is not None:
         raise PlanError(
-            f"the optimizer does not have parameter {name!r}, so its state and steps cannot be followed; pass the one "
-            "optimizer that has all trained parameters, or freeze the others"
+            f"the optimizer does not have parameter {missing!r}, so its state and steps cannot be followed; pass the "
+            "one optimizer that has all trained parameters, or freeze the others"
         )
-    return Weights(tier, movable_parameters(model, split), names, optimizer)
 
 
-def movable_parameters(model: nn.Module, split: Split) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each stage that are in no other stage's modules, and all of their memory."""
+def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.optim.Optimizer | None) -> Weights:
+    """What a schedule may move besides activations.
+
+    Raises:
+        PlanError: where weights of this model cannot be moved.
+    """
+    check_can_move(model, optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return Weights(tier, movable_parameters(model, split, tier.smallest_bytes), names, optimizer)
+
+
+def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage that are in no other stage's modules, and all of their memory; smaller ones than
+    `smallest_bytes` stay.
+    """
     by_stage: dict[int, list[nn.Parameter]] = {k: [] for k in range(1, split.num_stages + 1)}
     stages: dict[int, set[int]] = {}
     inside: set[int] = set()
@@ -78,6 +89,7 @@ def movable_parameters(model: nn.Module, split: Split) -> dict[int, list[nn.Para
 
     def can_move(parameter: nn.Parameter) -> bool:
         is_own = len(stages[id(parameter)]) == 1 and id(parameter) not in outside
+        is_own = is_own and parameter.numel() * parameter.element_size() >= smallest_bytes
         return is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
 
     return {k: [parameter for parameter in own if can_move(parameter)] for k, own in by_stage.items()}
@@ -89,9 +101,11 @@ class StagedSteps:
     Args:
         weights: what is moved.
         placement: where values are between the parts of a step.
+        on_end: called after each step.
     """
 
-    def __init__(self, weights: Weights, placement: Placement) -> None:
+    def __init__(self, weights: Weights, placement: Placement, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
         assert weights.optimizer is not None
         self._weights = weights
         self._placement = placement
@@ -180,6 +194,7 @@ class StagedSteps:
             self._num_states = len(state)
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 state[parameter] = state.pop(parameter)
+        self._on_end()
 
     def _put_groups_back(self) -> None:
         if self._groups is not None:

@@ -25,16 +25,19 @@ from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
+# How often weights that leave with a current mirror are compared with it: after a forward, and after a backward.
+_NUM_COMPARED = 2
+
 
 class _Item:
-    """One tensor of the user's, and its two places."""
+    """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
 
     __slots__ = ("memory", "mirror", "num_bytes", "storage", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, tier: Tier, mirror: Mirror | None) -> None:
+    def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.mirror = tier.mirror(tensor) if mirror is None else mirror
+        self.mirror = mirror
         if mirror is None and not tensor.untyped_storage().resizable():  # of a file, or another library
             tensor.data = torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(tensor)
         # of its own version: copies into it are no changes of the tensor
@@ -43,9 +46,17 @@ class _Item:
         if mirror is not None:
             self.storage.resize_(0)
 
+    def place(self, tier: Tier) -> Mirror:
+        """Its place on the lower tier."""
+        if self.mirror is None:
+            self.mirror = tier.mirror(self.memory)
+        return self.mirror
+
     @property
     def is_there(self) -> bool:
         """Whether the tensor has device memory: its own, or some that the user gave it."""
+        if self.mirror is None:
+            return True
         return bool(self.tensor.untyped_storage()._cdata != self.mirror.tensor.untyped_storage()._cdata)
 
     @property
@@ -71,6 +82,8 @@ class Parked:
         self.is_away = False
         """Whether it has left and not arrived since."""
         self._is_current = False  # whether the mirrors hold what the device holds
+        self._num_compared = 0
+        self._is_written = False
         self._leaving: Ticket | None = None
         self._arriving: tuple[list[_Item], Ticket] | None = None
         self._taken: Ticket | None = None  # of the device memory that was filled last
@@ -81,7 +94,7 @@ class Parked:
         for tensor in self._tensors():
             known = self._items.get(id(tensor))
             if known is None:
-                known = _Item(tensor, self._tier, self._mirrors.pop(tensor.untyped_storage()._cdata, None))
+                known = _Item(tensor, self._mirrors.pop(tensor.untyped_storage()._cdata, None))
                 self._is_current = False
             found[id(tensor)] = known
         self._items = found
@@ -108,12 +121,17 @@ class Parked:
         if not there or self._is_current:
             return 0
         self._wait_for_leaving()
-        self._leaving = self._tier.copy_down([(item.tensor.data, item.mirror) for item in there])
+        self._leaving = self._tier.copy_down([(item.tensor.data, item.place(self._tier)) for item in there])
         self._is_current = True
         return sum(item.num_bytes for item in there)
 
     def leave(self) -> int:
         """Free the device memory, copying first what has no current mirror; returns the bytes copied."""
+        self.arrive()
+        if self._is_current and self._num_compared < _NUM_COMPARED:
+            self._compare()
+        if self._is_written:
+            self._is_current = False
         moved = self.offload()
         self._wait_for_leaving()
         if self._taken is not None:
@@ -121,10 +139,19 @@ class Parked:
             self._taken = None
         for item in self._items.values():
             if item.is_there:
-                item.tensor.data = item.mirror.tensor
+                item.tensor.data = item.place(self._tier).tensor
             item.storage.resize_(0)
         self.is_away = bool(self._items)
         return moved
+
+    def _compare(self) -> None:
+        """See whether the stage itself writes to its weights (`weight.data.clamp_(0)` in a forward), which no version
+        tells: then they are copied whenever they leave.
+        """
+        self._num_compared += 1
+        self._wait_for_leaving()
+        there = [item for item in self._items.values() if item.is_there and item.mirror is not None]
+        self._is_written |= not all(torch.equal(item.tensor.data, item.place(self._tier).tensor) for item in there)
 
     def prefetch(self) -> int:
         """Take device memory and queue copies from the mirrors; returns their bytes."""
@@ -135,7 +162,7 @@ class Parked:
             return 0
         for item in away:
             item.storage.resize_(item.num_bytes)
-        self._taken = self._tier.copy_up([(item.memory, item.mirror) for item in away])
+        self._taken = self._tier.copy_up([(item.memory, item.place(self._tier)) for item in away])
         self._arriving = (away, self._taken)
         return sum(item.num_bytes for item in away)
 
@@ -313,7 +340,8 @@ class Weights:
         for parameter in parameters:
             state = self.optimizer.state.get(parameter, {})
             for value in state.values() if isinstance(state, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.device == parameter.device and is_whole(value):
+                is_there = isinstance(value, torch.Tensor) and value.device == parameter.device
+                if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
                     yield value
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -417,6 +445,7 @@ class Weights:
                 "the device has no room for all weights, gradients and optimizer state; what did not fit is still in "
                 "host memory, where every operation can use it, slowly"
             ) from None
+        self._tier.finish()
 
     def check(self) -> None:
         """Refuse parameters that were moved or given other memory while lowtide looks after theirs.
