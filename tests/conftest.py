@@ -68,7 +68,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last test of a file: what stays (frameworks that were imported, compiled code) is not looked at again."""
+    """After a file: what stays (frameworks that were imported, compiled code) is not looked at again."""
     if nextitem is not None and nextitem.path != item.path:
         _freeze()
 
