@@ -76,6 +76,8 @@ class Machine:
         self.counters = Counters()
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
+        self.side_numbers: dict[int, set[int]] = {}
+        """By stage, the numbers of its tensors that later stages than the next one turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self.ending_early = frozenset(program.operations[index].stage for index in program.unwanted)
         """The stages that may be recomputed without needing their output."""
