@@ -196,3 +196,18 @@ def parking(base: Schedule) -> Schedule:
         operations += [Offload("opt", k), Release("w", k), Release("opt", k)]
     host = frozenset((kind, k) for kind in ("w", "opt") for k in range(1, n + 1))
     return Schedule(f"park and {base.strategy}", operations, ("w", "opt"), Start(frozenset(), host))
+
+
+def stepping_in_backward(base: Schedule) -> Schedule:
+    """As `parking`, and each stage is updated right after its backward."""
+    parked = parking(base)
+    last = max(index for index, operation in enumerate(parked.operations) if isinstance(operation, Backward))
+    operations: list[Operation] = []
+    for operation in parked.operations[: last + 4]:
+        if operation in [(Offload if verb else Release)("g", operation.stage) for verb in (True, False)]:
+            continue
+        operations.append(operation)
+        if isinstance(operation, Backward):
+            k = operation.stage
+            operations += [Prefetch("opt", k), Update(k), Offload("w", k), Offload("opt", k), Release("opt", k)]
+    return Schedule(f"step in backward and {base.strategy}", operations, parked.manages, parked.start)

@@ -21,6 +21,7 @@ from tests.runtime.schedules import (
     random_schedule,
     recomputing,
     repeating,
+    stepping_in_backward,
     storing,
 )
 from tests.runtime.training import Numbers, assert_equal, batches, gradients, seed_all, square_loss
@@ -537,6 +538,50 @@ def test_nothing_is_left_behind():
     gc.collect()
     with Meter("cpu") as after:
         assert after.live_bytes == before.live_bytes
+
+
+# Steps in backward
+
+
+@pytest.mark.parametrize("base", [storing(N), recomputing(N), mixed(N)], ids=lambda s: s.strategy)
+def test_updates_in_backward(base):
+    def train_simply(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        seed_all(5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        numbers: Numbers = {}
+        for index, x in enumerate(batches(SHAPE, 4)):
+            loss = square_loss(model(x))
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+            numbers[f"{index} loss"] = loss.detach()
+        return numbers | noted(model, optimizer, 0)
+
+    plain = models.stages_of_every_kind()
+    expected = train_simply(plain, make_adamw(plain.parameters()))
+    model, optimizer = model_and_optimizer()
+    with lowtide.attach(model, stepping_in_backward(base), optimizer=optimizer):
+        assert_equal(train_simply(model, optimizer), expected)
+
+
+def test_what_updates_in_backward_cannot_do():
+    model, optimizer = model_and_optimizer()
+    x = batches(SHAPE, 1)[0]
+    with lowtide.attach(model, stepping_in_backward(storing(N)), optimizer=optimizer):
+        square_loss(model(x)).backward()
+        for read in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+            lambda: model[0].weight.grad.norm(),
+        ):
+            with pytest.raises(ExecutionError, match="this gradient was used up"):
+                read()
+        with pytest.raises(ExecutionError, match=r"optimizer\.step\(\) was not called"):
+            model(x)
+        square_loss(model(x)).backward()
+        optimizer.step()
+        model(x)
 
 
 # Wrong use

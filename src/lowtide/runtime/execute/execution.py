@@ -45,6 +45,7 @@ class Execution:
         tier: where values go that leave the device.
         checks: which values of recomputed stages are compared with those of their first run.
         optimizer: whose state the schedule moves, and who updates weights that it moves.
+        is_trial: where the schedule updates weights in backward, leave that out: gradients are freed, weights stay.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Execution:
         *,
         checks: Checks = Checks.SPOT,
         optimizer: torch.optim.Optimizer | None = None,
+        is_trial: bool = False,
     ) -> None:
         self.split = split
         self.schedule = schedule
@@ -91,6 +93,7 @@ class Execution:
         self._steps: StagedSteps | None = None
         if self.weights is not None and program.placement is not None:
             self._steps = StagedSteps(self.weights, program.placement, self._end_of_step)
+            self.machine.update = self._steps.leave_out_update if is_trial else self._steps.update_in_backward
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def _end_of_step(self) -> None:

@@ -231,6 +231,8 @@ class RunningStep:
     def _end_task(self, task: int) -> None:
         if self._weights is not None:
             assert self.program.placement is not None
+            if self._filled <= self._lowest() and self._on_end is not None:
+                self._finish_updates()
             self._weights.settle(self.program.placement.after_backward, fetch=False)
             self._weights.arrive()
         if self._filled <= self._lowest() and self._on_end is not None:
@@ -242,6 +244,12 @@ class RunningStep:
             self.machine = weakref.proxy(machine)
             machine.counters.num_steps += 1
             machine.spot_checks.judge()
+
+    def _finish_updates(self) -> None:
+        """Update the stages that are left: below them there is no backward that would come by."""
+        for operation in self.program.operations[self.next_index :]:
+            if isinstance(operation, Update):
+                self._execute(operation, None)
 
     def _lowest(self) -> int:
         """The first stage that backward reaches: before it everything is frozen."""
@@ -296,7 +304,8 @@ class RunningStep:
                 self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
             self._forget(operation.stage)
         elif isinstance(operation, Update):
-            raise AssertionError("updates are the optimizer's")
+            assert self.machine.update is not None
+            self.machine.update(operation.stage)
         elif self._weights is not None and operation.kind in MANAGED:
             self._weights.execute(operation)
         elif isinstance(operation, Offload):

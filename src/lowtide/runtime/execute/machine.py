@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
@@ -64,6 +64,8 @@ class Machine:
         weights: Weights | None = None,
     ) -> None:
         self.weights = weights
+        self.update: Callable[[int], None] | None = None
+        """Makes the optimizer's step of a stage, where that is done in backward."""
         self.model = model
         self.layout = layout
         self.program = program

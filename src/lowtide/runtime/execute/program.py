@@ -58,12 +58,15 @@ class Placement:
             have changed them since their last copy, so they are copied first.
         after_backward: on the device when backward has ended.
         updates: what is left of the list then, for the optimizer's step.
+        steps_in_backward: the list updates weights between backwards, and nothing is left for the optimizer's step but
+            the parameters that stay.
     """
 
     start: frozenset[Value]
     copied: tuple[Value, ...]
     after_backward: frozenset[Value]
     updates: tuple[Operation, ...]
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ def _without_leftovers(operations: tuple[Operation, ...]) -> tuple[Operation, ..
     kept: list[Operation] = []
     for operation in operations:
         stage = operation.stage if isinstance(operation, COMPUTATIONS) else operation.value[1]
-        if stage not in done or _is_managed(operation):
+        if stage not in done or isinstance(operation, Update) or _is_managed(operation):
             kept.append(operation)
         if isinstance(operation, Backward):
             done.add(stage)
@@ -228,12 +231,18 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
     """The list up to the last backward with the copies right after it, and where values are around it."""
     listed = schedule.operations
     end = max(index for index, operation in enumerate(listed) if isinstance(operation, Backward)) + 1
-    if not schedule.has_updates or any(isinstance(operation, Update) for operation in listed[:end]):
+    if not schedule.has_updates:
         raise PlanError(
-            "the schedule updates weights inside backward, which can only be simulated so far; solve with "
-            "strategy='joint', which updates them when optimizer.step() is called"
+            "the schedule updates weights inside backward without saying when, which can only be simulated; solve with "
+            "strategy='joint'"
         )
-    while end < len(listed) and isinstance(listed[end], Offload | Release):
+    steps_in_backward = any(isinstance(operation, Update) for operation in listed[:end])
+    if steps_in_backward and grads_resident:
+        raise PlanError(
+            "the schedule steps in backward, which does not go with accumulated gradients (grads_resident); solve "
+            "without step_in_backward"
+        )
+    while end < len(listed) and (steps_in_backward or isinstance(listed[end], Offload | Release)):
         end += 1
     resident = {("g", k) for k in range(1, num_stages + 1)} if grads_resident else set()
     start = schedule.start.device | resident
@@ -241,6 +250,8 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
     for operation in listed[:end]:
         if isinstance(operation, Backward):
             there.add(("g", operation.stage))
+        elif isinstance(operation, Update):
+            there.discard(("g", operation.stage))
         elif isinstance(operation, COMPUTATIONS) or operation.kind not in MANAGED:
             continue
         elif isinstance(operation, Release):
@@ -256,7 +267,7 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
         # What stays on the device is copied when the next step begins: until then the user's loop may change it.
         if not isinstance(operation, Offload) or Release(operation.kind, operation.stage) in listed[index:]
     )
-    return listed[:end], Placement(frozenset(start), tuple(copied), frozenset(there), updates)
+    return listed[:end], Placement(frozenset(start), tuple(copied), frozenset(there), updates, steps_in_backward)
 
 
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

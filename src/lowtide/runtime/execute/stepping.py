@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.errors import PlanError
+from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
 from lowtide.runtime.execute.weights import Weights, is_whole
 from lowtide.runtime.model.split import Split
@@ -120,6 +120,7 @@ class StagedSteps:
         self._num_states = len(self._optimizer.state)
         self._depth = 0
         self._in_closure = False
+        self._awaits_step = False  # whether backward has updated weights, and the user has not called the step yet
         self._hooks: list[Any] = []
 
     def install(self) -> None:
@@ -132,6 +133,8 @@ class StagedSteps:
         ]
         self._weights.change()
         self._weights.settle(self._placement.start, fetch=False)
+        if not self._placement.steps_in_backward:
+            self._weights.make_room()
 
     def remove(self) -> None:
         """Have everything on the device again."""
@@ -143,6 +146,13 @@ class StagedSteps:
     def begin(self) -> None:
         """A forward begins."""
         _check_is_alone()
+        if self._awaits_step:
+            self._awaits_step = False
+            raise ExecutionError(
+                "weights were updated in the last backward (step_in_backward=True), but optimizer.step() was not "
+                "called after it; accumulating gradients or skipping steps needs step_in_backward=False"
+            )
+        self._weights.forget_spent()
         if not self._in_closure:
             self._depth = 0  # a step that ended in an exception has run no hook
             self._put_groups_back()
@@ -164,6 +174,7 @@ class StagedSteps:
                 self._in_closure = False
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
         self._weights.change()
+        self._awaits_step = False
         for operation in self._placement.updates:
             if isinstance(operation, Update):
                 self._update(operation.stage)
@@ -175,6 +186,17 @@ class StagedSteps:
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in self._moved]
         return (args, kwargs)
+
+    def update_in_backward(self, k: int) -> None:
+        """The gradients of stage k are complete: update its weights and use the gradients up."""
+        self._awaits_step = True
+        self._update(k)
+
+    def leave_out_update(self, k: int) -> None:
+        """As an update in backward without the optimizer's step."""
+        if self._weights.has_gradients(k):
+            self._weights.need_all(k)
+            self._weights.end_update(k, are_gradients_changed=False, spends_gradients=True)
 
     def _update(self, k: int) -> None:
         own = {id(parameter) for parameter in self._weights.parameters.get(k, ())}
@@ -188,7 +210,8 @@ class StagedSteps:
         # A fused step divides by the scale of a GradScaler in place.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
         if has_gradients:
-            self._weights.end_update(k, are_gradients_changed=is_scaled)
+            spends = self._placement.steps_in_backward
+            self._weights.end_update(k, are_gradients_changed=is_scaled, spends_gradients=spends)
 
     def _after(self, *_: Any) -> None:
         self._depth -= 1

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import ExecutionError, PlanError
+from lowtide.runtime.meter import exclude
 from lowtide.runtime.transfer.cargo import Mirror, Ticket, Tier
 from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
@@ -184,6 +186,33 @@ class Parked:
             self._leaving = None
 
 
+class Spent(torch.Tensor):
+    """A gradient that was used up in backward: it has no memory, can be set to None or zero, and nothing else."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Spent:
+        """Of the shape of another tensor."""
+        made: Spent = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        exclude(made)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a placeholder of another form
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse all but zeroing."""
+        if func is torch.ops.aten.zero_.default:
+            return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:
+            return None
+        raise ExecutionError(
+            "this gradient was used up: with step_in_backward=True weights are updated in backward, so gradients "
+            "cannot be clipped, scaled or read afterwards; use step_in_backward=False for that"
+        )
+
+
 class ParkedGradients:
     """The gradients of one stage's parameters. autograd makes them anew, so nothing of theirs on the device is kept.
 
@@ -264,6 +293,24 @@ class ParkedGradients:
             if self._is_away(parameter):  # else the user has set it to None meanwhile
                 parameter.grad = gradient
                 self._copied[id(parameter)] = gradient
+
+    def make_room(self) -> None:
+        """Take the room on the lower tier now: taken between activations that come and go, it would leave gaps."""
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                self._mirror_of(parameter, parameter.data)
+
+    def spend(self) -> None:
+        """Free the gradients; whoever reads them now is told why they are gone."""
+        self.arrive()
+        self._wait_for_leaving()
+        self._copied.clear()
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = Spent(parameter)
+        if self._taken is not None:
+            self._taken.hand_back()
+            self._taken = None
 
     def _there(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for parameter in self._parameters:
@@ -407,16 +454,36 @@ class Weights:
         for value in self._values.values():
             value.arrive()
 
+    def make_room(self) -> None:
+        """Take the room for gradients on the lower tier."""
+        for value in self._values.values():
+            if isinstance(value, ParkedGradients):
+                value.make_room()
+
     def has_gradients(self, k: int) -> bool:
         """Whether stage k has anything to update."""
         value = self._values.get(("g", k))
         return isinstance(value, ParkedGradients) and value.exist()
 
-    def end_update(self, k: int, *, are_gradients_changed: bool) -> None:
-        """The weights and optimizer state of stage k are new; its gradients leave the device, and stay readable."""
+    def end_update(self, k: int, *, are_gradients_changed: bool, spends_gradients: bool) -> None:
+        """The weights and optimizer state of stage k are new; its gradients leave the device and stay readable, or are
+        gone for good.
+        """
         for kind in ("w", "opt") if not are_gradients_changed else MANAGED:
             self._values[kind, k].change()
-        self.moved_bytes += self._values["g", k].leave()
+        gradients = self._values["g", k]
+        if spends_gradients:
+            assert isinstance(gradients, ParkedGradients)
+            gradients.spend()
+        else:
+            self.moved_bytes += gradients.leave()
+
+    def forget_spent(self) -> None:
+        """Gradients that were used up are None when the next forward begins, as after `zero_grad()`."""
+        for own in self.parameters.values():
+            for parameter in own:
+                if type(parameter.grad) is Spent:
+                    parameter.grad = None
 
     def settle(self, device: Collection[Value], *, fetch: bool) -> None:
         """Have on the device only these values, and with `fetch` all of them."""

@@ -54,6 +54,7 @@ def fit(
     loss: Callable[[Any], Any] | None = None,
     stages: StageNames | None = None,
     grads_resident: bool = False,
+    step_in_backward: bool = False,
     keeps_result: bool = True,
     compile_stages: bool | Mapping[str, Any] = False,
     variants: bool | str = True,
@@ -83,6 +84,9 @@ def fit(
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
+        step_in_backward: update the weights of each stage right after its backward, which hides copies behind the rest
+            of backward; your loop calls `optimizer.step()` as ever. Gradients cannot be clipped, scaled or accumulated
+            then. Only where weights move.
         keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
             only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
@@ -138,6 +142,7 @@ def fit(
         progress=progress if callable(progress) else None,
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
+        step_in_backward=step_in_backward,
     )
     called = Sample.of(sample_from(model, sample))
     if settings.progress is None and (not is_distributed() or is_first()):

@@ -18,13 +18,17 @@ from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
 from lowtide.runtime.transfer.file_tier import FileTier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
-from lowtide.schedule import Offload, Predicted, Release, Update, Value
+from lowtide.schedule import Offload, Predicted, Release, Schedule, Update, Value
 from lowtide.solve import Solution, solve
 from lowtide.strategies.base import AUTO
 from lowtide.trace import Trace
 from lowtide.units import format_bytes
 
 STRATEGY = "joint"
+
+
+# An activation is some storages, each of which takes whole blocks of the lower tier: so many blocks more at the most.
+_PIECES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +40,23 @@ class Moving:
         step_bytes: what the optimizer's step of each stage takes for its own duration.
         rest_bytes: the same for the parameters that stay.
         mirror_bytes: the room of each value on the lower tier.
-        moved: the ids of the parameters that may move.
+        moved: the ids of the parameters that may move, by stage.
     """
 
     chain: Chain
     step_bytes: tuple[int, ...]
     rest_bytes: int
     mirror_bytes: Mapping[Value, int]
-    moved: frozenset[int]
+    moved: Mapping[int, frozenset[int]]
 
     def with_chain(self, chain: Chain) -> Moving:
         """The same with other figures of the stages."""
         return replace(self, chain=chain)
+
+    def without_state(self, schedule: Schedule) -> frozenset[int]:
+        """The ids of the parameters whose state is on the host when a step begins."""
+        away = (own for k, own in self.moved.items() if ("opt", k) not in schedule.start.device)
+        return frozenset(key for own in away for key in own)
 
 
 def why_not(model: nn.Module, settings: Settings) -> str:
@@ -74,7 +83,8 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes)
     assert isinstance(optimizer, torch.optim.Optimizer)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())
-    moved = frozenset(id(parameter) for own in movable.values() for parameter in own)
+    moved = {k: frozenset(map(id, own)) for k, own in movable.items()}
+    movable_ids = frozenset(key for own in moved.values() for key in own)
     stages, step_bytes, mirrors, known = [], [], dict[Value, int](), dict[tuple[object, ...], UpdateFigures]()
     for k, stage in enumerate(chain.stages, start=1):
         own = movable[k]
@@ -99,7 +109,7 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     staying = chain.fixed_bytes - sum(s.weight_bytes + s.optimizer_bytes for s in stages)
     gradients = sum(s.weight_grad_bytes for s in chain.stages) - sum(s.weight_grad_bytes for s in stages)
     base_bytes = staying + (-sum(s.weight_grad_bytes for s in stages) if chain.grads_resident else gradients)
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in moved]
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in movable_ids]
     found = replace(chain, base_bytes=max(0, base_bytes), stages=tuple(stages))
     return Moving(found, tuple(step_bytes), update_figures(optimizer, rest).extra_bytes, mirrors, moved)
 
@@ -153,6 +163,7 @@ def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
         strategy=STRATEGY,
         bandwidth=settings.bandwidth,
         slots=settings.slots,
+        step_in_backward=settings.step_in_backward,
         progress=settings.progress,
     )
     return counted(solution, moving)
@@ -187,7 +198,9 @@ def host_bytes_of(moving: Moving, solution: Solution) -> int:
 
 def _check_host(moving: Moving, solution: Solution, settings: Settings) -> None:
     limit = settings.host_memory_budget
+    values = {op.value for op in solution.schedule.operations if isinstance(op, Offload) and op.kind in ("a", "abar")}
     needed = host_bytes_of(moving, solution) + host_bytes(moving.chain, solution.schedule)
+    needed += len(values) * _PIECES * rounded(1)
     if limit is not None and needed > limit:
         raise InfeasibleBudgetError(
             f"host_memory_budget {format_bytes(limit)} ({limit} bytes) is below the {format_bytes(needed)} ({needed} "

@@ -42,6 +42,7 @@ class Settings:
     progress: Callable[[str, float], None] | None
     compilation: Compilation | None = None
     allow_rounding: bool = False
+    step_in_backward: bool = False
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:

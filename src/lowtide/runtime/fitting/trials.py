@@ -20,7 +20,6 @@ from lowtide.runtime.fitting.moving import (
     host_bytes_of,
     joint_solution,
     moving_chain,
-    update_peak_bytes,
     why_not,
 )
 from lowtide.runtime.fitting.planning import (
@@ -88,14 +87,23 @@ class Planned:
         """What the stages cost, corrected where a rehearsal showed more or less."""
         return self.solution.chain
 
-    def execution(self, model: nn.Module, settings: Settings) -> Execution:
-        """The schedule, ready to be put in place."""
+    def execution(self, model: nn.Module, settings: Settings, *, is_trial: bool = False) -> Execution:
+        """The schedule, ready to be put in place; for a trial without updates in backward."""
         schedule = self.solution.schedule
         needed = host_bytes(self.chain, schedule)
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
         tier = tier_for(model, settings.host_memory_budget, needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
-        return Execution(model, self.split, schedule, self.chain, tier, checks=settings.checks, optimizer=optimizer)
+        return Execution(
+            model,
+            self.split,
+            schedule,
+            self.chain,
+            tier,
+            checks=settings.checks,
+            optimizer=optimizer,
+            is_trial=is_trial,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +209,15 @@ def tried_schedule(
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     reason = why_not(model, settings)
-    if reason and settings.strategy == STRATEGY:
+    is_asked_for = settings.strategy == STRATEGY or settings.step_in_backward
+    if reason and is_asked_for:
         raise PlanError(reason)
     moving = None if reason else moving_chain(model, split, chain, settings)
     trials = _Trials(model, sample, split, chain, settings, unknown_bytes)
     if moving is None:
         return _accepted(trials, goes_on=goes_on)
     with_weights = _Trials(model, sample, split, moving.chain, settings, unknown_bytes, moving)
-    if settings.strategy == STRATEGY or trials.asked.update_bytes > settings.memory_budget:
+    if is_asked_for or trials.asked.update_bytes > settings.memory_budget:
         return _accepted(with_weights, goes_on=goes_on)
     try:
         planned = _accepted(trials)
@@ -312,8 +321,10 @@ class _Trials:
         planned = Planned(self._split, solution, None, (), moving=self._moving)
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
         peak_bytes = measured.peak_bytes + self._unknown_bytes
-        if self._moving is not None:  # a trial step has no optimizer's step, which would change the weights
-            peak_bytes = max(peak_bytes, update_peak_bytes(solution.trace, self._moving))
+        if self._moving is not None:
+            # A trial step has no optimizer's step, which would change the weights, and none of the state that is
+            # fetched for it: that it takes less than predicted says nothing.
+            peak_bytes = max(peak_bytes, solution.peak_bytes)
         return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
@@ -362,9 +373,9 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.grads_resident,
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
-        frozenset() if planned.moving is None else planned.moving.moved,
+        frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
     )
-    return rehearse(model, step, lambda: planned.execution(model, settings), num_timed=num_timed)
+    return rehearse(model, step, lambda: planned.execution(model, settings, is_trial=True), num_timed=num_timed)
 
 
 def corrected(chain: Chain, more_bytes: int) -> Chain:
