@@ -41,7 +41,8 @@ class Program:
         first: the index of each stage's first forward, by stage (entry 0 is unused).
         backward: the index of each stage's backward.
         modes: the mode of each forward, by its index in the list.
-        taped: the stages that are recorded: those that run again, and those whose saved tensors are sorted.
+        repeated: the stages that are recomputed.
+        taped: the stages that are recorded: those that are recomputed, and those whose saved tensors are sorted.
         watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, and
             those before whose backward there is something to do.
         moved: the values that are copied to the host.
@@ -59,6 +60,7 @@ class Program:
     first: tuple[int, ...]
     backward: tuple[int, ...]
     modes: dict[int, Mode]
+    repeated: frozenset[int]
     taped: frozenset[int]
     watched: frozenset[int]
     moved: frozenset[Value]
@@ -106,6 +108,7 @@ class Program:
             first,
             backward,
             modes,
+            frozenset(repeated),
             taped,
             frozenset(watched),
             frozenset(moved),
