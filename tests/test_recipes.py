@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.pages import blocks
+from tests.runtime.training import above_the_least
 from torch import nn
 
 import lowtide
@@ -191,7 +192,7 @@ def recomputing(made: list[Any], budget: int | None = None) -> Callable[..., Any
         options.setdefault("bandwidth", 0)  # timing trials with offloading would take longer than all the rest
         if memory_budget == 1:
             return fit(model, sample, memory_budget=1, **options)
-        chosen = budget or int(ABOVE_THE_LEAST * least_budget(fit, model, sample, **options))
+        chosen = budget or above_the_least(ABOVE_THE_LEAST, least_budget(fit, model, sample, **options), model)
         made.append(fit(model, sample, memory_budget=chosen, **options))
         return made[-1]
 

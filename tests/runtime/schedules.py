@@ -6,7 +6,19 @@ from __future__ import annotations
 
 import random
 
-from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
+from lowtide.schedule import (
+    Await,
+    Backward,
+    Forward,
+    Offload,
+    Operation,
+    Prefetch,
+    Release,
+    Schedule,
+    Start,
+    Update,
+    Value,
+)
 
 
 class _Builder:
@@ -165,3 +177,22 @@ def mixed(n: int) -> Schedule:
     operations += [Forward(n - 1, "all"), Forward(n, "all"), Backward(n), Backward(n - 1)]
     operations += [Forward(k, "all") for k in range(2, n - 1)]
     return Schedule("mixed", [*operations, *(Backward(k) for k in range(n - 2, 0, -1))])
+
+
+def parking(base: Schedule) -> Schedule:
+    """The same computations; weights, gradients and optimizer state are on the device only while they are needed."""
+    operations: list[Operation] = []
+    for operation in base.operations:
+        k = operation.stage
+        if not isinstance(operation, Forward | Backward):
+            operations.append(operation)
+            continue
+        operations += [Prefetch("w", k), operation]
+        operations += [Offload("g", k), Release("g", k)] if isinstance(operation, Backward) else []
+        operations.append(Release("w", k))
+    n = base.num_stages
+    for k in range(1, n + 1):
+        operations += [Prefetch("w", k), Prefetch("g", k), Prefetch("opt", k), Update(k), Offload("w", k)]
+        operations += [Offload("opt", k), Release("w", k), Release("opt", k)]
+    host = frozenset((kind, k) for kind in ("w", "opt") for k in range(1, n + 1))
+    return Schedule(f"park and {base.strategy}", operations, ("w", "opt"), Start(frozenset(), host))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -147,3 +149,7 @@ def test_accumulated_gradients_and_a_forward_without_backward(row: Awkward) -> N
             found.append((train(model, inputs, micro_batches=2), attributes_of(model)))
     assert_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+    parts = [weakref.ref(module) for module in planned.modules()]
+    del model, planned, unplanned
+    gc.collect()
+    assert not any(part() for part in parts)  # also where it keeps results with their graphs

@@ -4,6 +4,7 @@ gradients of inputs and parameters, buffers, optimizer state, and the generators
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import numpy
 import torch
 from torch import nn
 
+from lowtide.runtime.meter import Meter, exclude
 from lowtide.runtime.model.containers import tensors_of
 
 Numbers = dict[str, torch.Tensor]
@@ -49,6 +51,7 @@ def train(
         if has_stepped:
             optimizer.step()
         # after the step, whose memory is the budget's: what is noted here is not
+        noted = len(numbers)
         numbers.update({f"{index} output {i}": t.detach().clone() for i, t in enumerate(tensors_of(output))})
         numbers[f"{index} loss"] = value.detach().clone()
         if x.grad is not None:
@@ -62,8 +65,19 @@ def train(
             numbers.update(
                 {f"{index} state {i} {n}": t.clone() for n, t in state.items() if isinstance(t, torch.Tensor)}
             )
+        for number in list(numbers.values())[noted:]:
+            exclude(number)
     numbers.update({f"parameter {n}": p.detach().clone() for n, p in model.named_parameters()})
     return numbers
+
+
+def above_the_least(share: float, least: int, model: nn.Module) -> int:
+    """A budget of so many times what a model needs: the least that was named holds all other tensors in memory, too."""
+    gc.collect()
+    with Meter("cpu") as meter:
+        own = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+        others = meter.start_bytes - sum(own.values())
+    return others + int((least - others) * share)
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

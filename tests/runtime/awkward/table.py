@@ -106,6 +106,7 @@ BUFFERS = [
 
 ATTRIBUTES = [
     Awkward("factor changes in each call", stack(partial(attributes.Annealed, 1)), WIDE, num_stages=5, fitted=256),
+    Awkward("path changes after a warm-up", partial(attributes.WarmingUp, 2), (64, 16), 5),
     # 48 steps are longer than anything that could watch the first steps only
     Awkward("factor changes late", stack(partial(attributes.Annealed, 48)), WIDE, 50, num_stages=5, fitted=256),
     Awkward(

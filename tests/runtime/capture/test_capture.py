@@ -6,7 +6,10 @@ import pytest
 import torch
 from tests.runtime.awkward import structure as awkward
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
+import lowtide
 from lowtide import CaptureError
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.model.split import Split, Unit
@@ -266,3 +269,24 @@ def test_a_forward_that_yields_is_declined():
 def test_nested_tensors_are_declined():
     with pytest.raises(CaptureError, match="works on nested tensors"):
         capture(Jagged(), ([torch.randn(3, 8), torch.randn(5, 8)],))
+
+
+class Cached(nn.Module):
+    """Computes its parametrised weights once, and uses them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(weight_norm(nn.Linear(64, 64)) for _ in range(4))
+
+    def forward(self, x):
+        with parametrize.cached():
+            for layer in (*self.layers, *self.layers):
+                x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_cache_of_parametrised_weights_is_named():
+    with pytest.raises(
+        CaptureError, match=r"parametrizations.weight.0' is computed once inside parametrize\.cached\(\)"
+    ):
+        lowtide.measure(Cached(), torch.randn(64, 64))

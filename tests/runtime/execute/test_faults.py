@@ -317,7 +317,7 @@ def test_schedules_that_do_not_fit_the_model():
             "start": {"device": [["w", 1], ["w", 2]], "host": []},
         }
     )
-    with pytest.raises(PlanError, match="moves weights"):
+    with pytest.raises(PlanError, match="updates weights inside backward"):
         lowtide.attach(model, weights)
     assert "_compiled_call_impl" not in vars(model)
     assert "_compiled_call_impl" not in vars(model[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.training import above_the_least
 from torch import nn
 
 import lowtide
@@ -34,10 +35,9 @@ def square(result: torch.Tensor) -> torch.Tensor:
 
 def fitted(model: nn.Module, sample, share: float = 1.0, **options) -> lowtide.Plan:
     """Within the least budget times a share."""
-    gc.collect()
     with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
         lowtide.fit(model, sample, memory_budget=1, **OPTIONS, **options)
-    budget = int(refusal.value.minimum_bytes * share)
+    budget = above_the_least(share, refusal.value.minimum_bytes, model)
     return lowtide.fit(model, sample, memory_budget=budget, **OPTIONS, **options)
 
 
@@ -122,7 +122,7 @@ def test_a_step_that_takes_more_than_the_budget_is_planned_for():
 def test_training_goes_on_under_the_leanest_plan_where_nothing_stays_within_the_budget():
     model, x = deep(8), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fitted(model, x, optimizer=optimizer, loss=square)
+    fitted(model, x, 1.9, optimizer=optimizer, loss=square)
 
     def hungry(result: torch.Tensor) -> torch.Tensor:
         return torch.cat([result] * 20).square().mean()
@@ -219,7 +219,7 @@ def test_the_signature_sees_tensors_inside_objects(kind):
     assert "[3, 4] float32" in large.difference(small)
 
 
-def test_a_batch_that_is_an_object_is_refused_before_it_runs_where_it_is_too_large():
+def test_a_batch_that_is_too_large_does_not_end_training():
     class Taking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -228,10 +228,64 @@ def test_a_batch_that_is_an_object_is_refused_before_it_runs_where_it_is_too_lar
         def forward(self, batch):
             return self.blocks(batch.x)
 
-    model = Taking()
-    fitted(model, (Batch(torch.randn(64, WIDTH)),), loss=square)
-    with pytest.raises(lowtide.InfeasibleBudgetError, match=r"\[512, 64\] float32"):
-        model(Batch(torch.randn(512, WIDTH)))
+    model, small, large = Taking(), Batch(torch.randn(64, WIDTH)), Batch(torch.randn(512, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, (small,), loss=square, optimizer=optimizer)
+    schedule = plan.schedule
+    message = r"\[512, 64\] float32, but the plan is for \[64, 64\] .*that this model needs.* with the leanest schedule"
+    with pytest.warns(lowtide.LowtideWarning, match=message) as seen:
+        peaks_of([lambda: model(large)] * 3, optimizer)
+    assert len(seen) == 1
+    model(small)
+    assert plan.schedule == schedule
+
+
+def test_a_plan_from_a_file_takes_smaller_batches_and_says_when_a_step_takes_more(tmp_path):
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with fitted(model, x, 1.3, optimizer=optimizer, loss=square) as plan:
+        plan.save(tmp_path / "plan.json")
+        budget = plan.memory_budget
+
+    def hungry(result: torch.Tensor) -> torch.Tensor:
+        return torch.cat([result] * 20).square().mean()
+
+    with lowtide.load_plan(tmp_path / "plan.json", model) as loaded:
+        assert max(peaks_of([lambda: model(x), lambda: model(x[: ROWS // 3])], optimizer)) <= budget
+        assert loaded.stats().num_steps == 2
+        with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is .* Call fit again") as seen:
+            peaks_of([lambda: model(x)] * 6, optimizer, hungry)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+
+
+def test_what_the_loop_keeps_counts():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, 1.3, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)] * 3, optimizer)
+    average = [parameter.detach().clone() for parameter in model.parameters()] + [torch.zeros(100_000)]
+    with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        peaks_of([lambda: model(x)] * 3, optimizer)
+    del average
+
+
+def test_a_plan_is_kept_where_the_leanest_would_take_more():
+    model, x, kept = deep(8), torch.randn(ROWS, WIDTH), {}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, x, 1.3, optimizer=optimizer, loss=square)
+    schedule = plan.schedule
+    for index, block in enumerate(model):  # keeps what recomputations make, with all that it hangs on
+        block.register_forward_hook(lambda _, __, result, index=index: kept.update({index: result}))
+    with pytest.warns(lowtide.LowtideWarning, match="with the same schedule, since the leanest would take no"):
+        peaks = peaks_of([lambda: model(x)] * 4, optimizer)
+    assert plan.schedule == schedule
+    assert peaks[-1] <= peaks[0]
+
+
+def test_one_tensor_is_not_called_tensors():
+    one, two = (Signature.of((torch.zeros(2),) * count, {}, "cpu") for count in (1, 2))
+    assert one.difference(two) == "the call has 1 tensor, but the plan is for 2"
 
 
 def test_a_parameter_that_was_replaced_is_let_go_and_watched():

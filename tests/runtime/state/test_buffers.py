@@ -4,6 +4,8 @@ training is equal with them: `tests/runtime/test_awkward.py`.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.runtime.awkward.buffers import SHAPE, WIDTH, Banked, Counting, Quantized, Queued, bodies, two_forwards
@@ -84,33 +86,85 @@ def test_a_parameter_that_is_given_other_data_is_refused_by_name_and_left_as_it_
 
 
 class Late(nn.Module):
-    """Changes its buffer for the first time in its third step."""
+    """Changes its buffer for the first time in its third step, and no switch tells."""
+
+    num_rows = 1
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.num_calls = bodies(), 0
-        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("average", torch.zeros(self.num_rows, WIDTH))
 
     def forward(self, x):
-        x = self.body[1](self.body[0](x) + self.average)
+        x = self.body[1](self.body[0](x) + self.average[0])
         x = self.body[3](self.body[2](x))
         self.num_calls += 1
         if self.num_calls > 2:
-            self.average.lerp_(x.detach().mean(0), 0.5)
+            self.average.lerp_(x.detach().mean(0).expand_as(self.average), 0.5)
         return x
 
 
-def test_a_buffer_that_changes_for_the_first_time_in_a_later_step_costs_that_step():
+class LateAndLarge(Late):
+    num_rows = 2**16 // (4 * WIDTH) + 1
+
+
+def test_a_small_buffer_that_changes_for_the_first_time_in_a_later_step_is_equal():
     inputs = batches(SHAPE, 5)
     model, split = made_in_stages(Late)
-    plain = made(Late)
+    lowtide.attach(model, repeating_all_but_the_last(split.num_stages), split=split)
+    assert_equal(train(model, inputs), train(made(Late), inputs))
+
+
+def test_a_large_buffer_that_changes_for_the_first_time_in_a_later_step_costs_that_step():
+    inputs = batches(SHAPE, 5)
+    model, split = made_in_stages(LateAndLarge)
+    plain = made(LateAndLarge)
     lowtide.attach(model, repeating_all_but_the_last(split.num_stages), split=split)
     assert_equal(train(model, inputs[:2]), train(plain, inputs[:2]))
-    plain(inputs[2])
-    with pytest.raises(lowtide.ExecutionError, match="buffer 'average' was changed by this step's forward, but not by"):
+    checkpoint, num_calls = copy.deepcopy(model.state_dict()), model.num_calls
+    with pytest.raises(lowtide.ExecutionError, match=r"'average' was changed by this step's .* repeat it: from now"):
         model(inputs[2]).sum().backward()
     model.zero_grad()
-    assert_equal(train(model, inputs[3:]), train(plain, inputs[3:]))
+    model.load_state_dict(checkpoint)
+    model.num_calls = num_calls
+    assert_equal(train(model, inputs[2:]), train(plain, inputs[2:]))
+
+
+BEGINS = {"averaging": False}
+
+
+class Averaging(nn.Module):
+    """Begins to change its buffer when a global variable says so, in a way that no version counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x))
+        if BEGINS["averaging"]:
+            self.average.data.lerp_(x.detach().mean(0), 0.5)
+        return x + self.average
+
+
+def test_a_buffer_that_begins_to_change_without_a_version_is_found_within_a_round(monkeypatch):
+    model = nn.Sequential(*(Averaging() for _ in range(4)))
+    x = batches(SHAPE, 1)[0]
+    lowtide.attach(model, repeating_all_but_the_last(4))
+    for _ in range(2):
+        model(x).sum().backward()
+    for block in model:
+        block.average.data.add_(1.0)  # between steps, which is nobody's business
+    model(x).sum().backward()
+    monkeypatch.setitem(BEGINS, "averaging", True)
+
+    def round_of_steps() -> None:
+        for _ in range(4):
+            model(x).sum().backward()
+
+    with pytest.raises(lowtide.ExecutionError, match=r"stage '\d' changed '\d\.average' when it was recomputed"):
+        round_of_steps()
 
 
 def test_buffers_that_do_not_change_are_not_copied(monkeypatch):

@@ -14,6 +14,8 @@ from tests.runtime.schedules import recomputing
 from tests.runtime.training import gradients
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -359,6 +361,23 @@ def test_saved_tensor_hooks_around_a_call_are_refused():
             pytest.raises(lowtide.ExecutionError, match=r"the model is called inside saved-tensor hooks"),
         ):
             model(X)
+        model(X).sum().backward()
+
+
+def test_a_cache_of_parametrised_weights_around_the_forward_is_refused():
+    model = nn.Sequential(*(weight_norm(nn.Linear(8, 8)) for _ in range(4)))
+    x = torch.randn(4, 8)
+    with lowtide.attach(model, recomputing(4)):
+        with (
+            parametrize.cached(),
+            pytest.raises(
+                lowtide.ExecutionError, match=r"inside parametrize\.cached\(\), so a recomputation of '0' would"
+            ),
+        ):
+            model(x)
+        model(x).sum().backward()
+    model = stack(Plain)
+    with lowtide.attach(model, recomputing(4)), parametrize.cached():  # which caches nothing here
         model(X).sum().backward()
 
 

@@ -348,3 +348,35 @@ def test_printing_a_plan_draws_nothing():
     environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+class TakesSettings(nn.Module):
+    """Draws, where it is told to, from a generator that comes in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, settings):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            if settings["std"]:
+                noise = settings["more"][0].standard_normal(tuple(x.shape), dtype=numpy.float32)
+                x = x + settings["std"] * (torch.randn(x.shape, generator=settings["torch"]) + torch.from_numpy(noise))
+        return x
+
+
+def test_planning_during_training_moves_no_generator_that_comes_inside_arguments():
+    def numbers(model: nn.Module, source: torch.Generator, other: numpy.random.Generator) -> dict[str, torch.Tensor]:
+        for std in (0.0, 0.1, 0.1):  # another number is planned for
+            settings = {"std": std, "torch": source, "more": [other]}
+            model(torch.ones(64, 16), settings).square().mean().backward()
+        return {**dict(gradients(model)), "state": source.get_state(), "other": torch.tensor(other.random())}
+
+    torch.manual_seed(1)
+    model = TakesSettings()
+    expected = numbers(copy.deepcopy(model), torch.Generator().manual_seed(7), numpy.random.default_rng(7))
+    source, other = torch.Generator().manual_seed(7), numpy.random.default_rng(7)
+    sample = (torch.ones(64, 16), {"std": 0.1, "torch": source, "more": [other]})
+    lowtide.fit(model, sample, memory_budget="1GiB", bandwidth=0, strategy="revolve")
+    assert_equal(numbers(model, source, other), expected)

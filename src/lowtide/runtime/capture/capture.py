@@ -213,6 +213,12 @@ def _nothing_found(observation: Observation) -> str:
             "found no stages: the model calls no submodules, so there is no place to cut it; move parts of its forward "
             f"into submodules that are called one after the other, and if these are not found either, {_BY_HAND}"
         )
+    if observation.cached:
+        return (
+            f"found no stages: {observation.cached!r} is computed once inside parametrize.cached(), and later calls "
+            "read it from the cache, where a recomputation would not find it; remove parametrize.cached() from the "
+            "model's forward, or enter it inside each block"
+        )
     common = max(reasons, key=lambda reason: reasons[reason], default="no submodule is called")
     return (
         f"found no stages: {seen}, saving {format_bytes(tally.total_bytes)}, but a stage can end at none of them "

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -87,6 +88,8 @@ class Observation:
     """Whether some part of the model uses torch.utils.checkpoint."""
     caches: list[str] = field(default_factory=list)
     """Submodules that got a key-value cache."""
+    cached: str = ""
+    """A parametrisation that was computed inside `parametrize.cached()`."""
 
     def path(self, index: int) -> str:
         """The path of a call, for people."""
@@ -219,6 +222,8 @@ class _Watcher(TorchDispatchMode):
         self._stack.append(call.index)
         call.inputs = self._read(inputs, nested=True)
         self._look_for_caches(path, inputs)
+        if parametrize._cache_enabled and ".parametrizations." in f".{path}.":
+            self.observation.cached = path
         return call
 
     def pass_by(self, path: str) -> None:

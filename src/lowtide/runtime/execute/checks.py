@@ -5,7 +5,8 @@ Shapes and dtypes are compared always (`saved`). Values are compared in two ways
 - *Spot checks*, always on: in each step one recomputed stage, in turn, and of it a few elements of a few tensors, so
   that a step does not feel it. What makes a recomputation differ, another draw of dropout, a setting that has changed,
   a hook that was removed, changes values everywhere, so a few elements tell; and which ones are looked at changes from
-  step to step. Nothing is wrong in silence for longer than one round of stages.
+  step to step. The same is done with small tensors that no run has changed so far: a recomputation that changes one in
+  a way that counts no version would change it twice. Nothing is wrong in silence for longer than one round of stages.
 - *Strict mode*: every stage in each step, byte by byte. For finding out, not for training.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -115,6 +116,14 @@ def _differs(name: str, tensor: str) -> ExecutionError:
     return ExecutionError(f"stage {name!r} saved different values when it was recomputed ({tensor}): {ADVICE}")
 
 
+def _changes(name: str, tensor: str) -> ExecutionError:
+    return ExecutionError(
+        f"stage {name!r} changed {tensor!r} when it was recomputed, in a way that autograd does not count (.data), and "
+        "did not in its first steps, so the last steps have changed it twice; load your last checkpoint and call fit "
+        "again while it changes, or change it without .data"
+    )
+
+
 Sample = bytes | torch.Tensor  # of a tensor on the CPU, and of one on CUDA
 
 
@@ -133,7 +142,7 @@ class SpotCheck:
         ignored: addresses of storages whose values need not be those of the first run (BatchNorm's statistics).
     """
 
-    __slots__ = ("_again", "_every", "_first", "_ignored", "_name", "_turn", "num_tensors", "stage")
+    __slots__ = ("_again", "_every", "_first", "_ignored", "_name", "_state", "_turn", "num_tensors", "stage")
 
     def __init__(self, stage: int, name: str, turn: int, num_tensors: int, ignored: Collection[int]) -> None:
         self.stage = stage
@@ -143,6 +152,7 @@ class SpotCheck:
         self._ignored = ignored
         self._first: dict[int, tuple[tuple[int, ...], torch.dtype, Sample]] = {}
         self._again: dict[int, Sample] = {}
+        self._state: list[tuple[str, torch.Tensor, Sample]] = []
         self.num_tensors = 0
         """How many tensors the first run has saved so far."""
 
@@ -157,6 +167,10 @@ class SpotCheck:
                 self._first[index] = tensor.stride(), tensor.dtype, _sample(tensor, self._turn)
 
     def _can_sample(self, tensor: torch.Tensor) -> bool:
+        return self._can_be_read(tensor) and tensor.untyped_storage()._cdata not in self._ignored
+
+    @staticmethod
+    def _can_be_read(tensor: torch.Tensor) -> bool:
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not a subclass with ideas of its own
             and tensor.layout is torch.strided
@@ -165,8 +179,14 @@ class SpotCheck:
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and (tensor.is_cpu or tensor.is_cuda)
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            and tensor.untyped_storage()._cdata not in self._ignored
         )
+
+    def watch(self, state: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """The recomputation begins, which is to change none of these tensors."""
+        begin = self._turn * _MOST_TENSORS % len(state) if state else 0
+        for name, tensor in state[begin : begin + _MOST_TENSORS]:
+            if self._can_be_read(tensor):
+                self._state.append((name, tensor, _sample(tensor, self._turn)))
 
     def again(self, pack: Pack) -> Pack:
         """The packing hook of the recomputation, which also takes samples."""
@@ -199,14 +219,21 @@ class SpotCheck:
             if isinstance(first, bytes) and first == again:
                 continue
             last = _sample(tensors[index], self._turn)
-            place = f"tensor {index} of {self.num_tensors}, {dtype}"
+            error = _differs(self._name, f"tensor {index} of {self.num_tensors}, {dtype}")
             if isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor) and isinstance(last, torch.Tensor):
-                on_device.append(_Samples(place, first, again, last))
+                on_device.append(_Samples(error, first, again, last))
             elif again == last:
-                raise _differs(self._name, place)
+                raise error
+        for name, tensor, before in self._state:
+            after = _sample(tensor, self._turn)
+            if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+                on_device.append(_Samples(_changes(self._name, name), before, after, after))
+            elif before != after:
+                raise _changes(self._name, name)
         self._first.clear()
         self._again.clear()
-        return Verdict(self._name, on_device) if on_device else None
+        self._state.clear()
+        return Verdict(on_device) if on_device else None
 
 
 class SpotChecks:
@@ -258,9 +285,9 @@ class SpotChecks:
 
 
 class _Samples(NamedTuple):
-    """Of one tensor: from its first run, from the recomputation, and from its end."""
+    """Of one tensor: from its first run, from the recomputation, and from its end; and the error if they differ."""
 
-    place: str
+    error: ExecutionError
     first: torch.Tensor
     again: torch.Tensor
     last: torch.Tensor
@@ -269,9 +296,8 @@ class _Samples(NamedTuple):
 class Verdict:
     """Samples on their way from a CUDA device to the host, to be compared there once they have arrived."""
 
-    def __init__(self, name: str, samples: list[_Samples]) -> None:
-        self._name = name
-        self._places = [(each.place, each.first.dtype, each.first.nbytes) for each in samples]
+    def __init__(self, samples: list[_Samples]) -> None:
+        self._places = [(each.error, each.first.dtype, each.first.nbytes) for each in samples]
         parts = [part.view(torch.uint8) for each in samples for part in each[1:]]
         self._host = torch.cat(parts).to("cpu", non_blocking=True)  # into pinned memory: nobody waits
         self._arrived: Any = torch.cuda.Event()
@@ -289,12 +315,12 @@ class Verdict:
             ExecutionError: where they differ.
         """
         begin = 0
-        for place, dtype, num_bytes in self._places:
+        for error, dtype, num_bytes in self._places:
             first, again, last = self._host[begin : begin + 3 * num_bytes].clone().view(3, num_bytes)
             begin += 3 * num_bytes
             is_settled = (again == last).view(num_bytes // dtype.itemsize, -1).all(1)
             if not _close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
-                raise _differs(self._name, place)
+                raise error
 
 
 def _close(first: torch.Tensor, again: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.execute.forward import ExecutedForward
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Program
+from lowtide.runtime.execute.stepping import StagedSteps, weights_of
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
@@ -43,6 +44,7 @@ class Execution:
         chain: what the stages cost, where it is known.
         tier: where values go that leave the device.
         checks: which values of recomputed stages are compared with those of their first run.
+        optimizer: whose state the schedule moves, and who updates weights that it moves.
     """
 
     def __init__(
@@ -54,35 +56,58 @@ class Execution:
         tier: Tier,
         *,
         checks: Checks = Checks.SPOT,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.split = split
         self.schedule = schedule
         self.chain = chain
-        # Strict mode is for finding out which stage differs, so each runs by itself there.
-        coarse = Coarse.finest(split, schedule) if checks is Checks.ALL else coarsened(split, schedule)
-        program = Program.of(schedule, coarse)
+        # Strict mode is for finding out which stage differs, so each runs by itself there; and so do stages whose
+        # weights are moved and updated one by one.
+        joins = checks is not Checks.ALL and not schedule.manages
+        coarse = coarsened(split, schedule) if joins else Coarse.finest(split, schedule)
+        program = Program.of(schedule, coarse, grads_resident=chain is not None and chain.grads_resident)
         functions = functions_of(model)
         layout = StageLayout.of(coarse.split).without_units_of(() if functions else program.unwatched)
         self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
+        self.weights = weights_of(model, split, tier, optimizer) if program.placement is not None else None
         self.machine = Machine(
-            model, coarse.split, layout, program, tier, checks=checks, variants=variants, functions=functions
+            model,
+            coarse.split,
+            layout,
+            program,
+            tier,
+            checks=checks,
+            variants=variants,
+            functions=functions,
+            weights=self.weights,
         )
+        self._steps: StagedSteps | None = None
+        if self.weights is not None and program.placement is not None:
+            self._steps = StagedSteps(self.weights, program.placement)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def install(self, handler: CallHandler) -> None:
         """From now on call `handler(plain, args, kwargs)` instead of the model."""
         self.handler = handler
         self._interception.install()
+        if self._steps is not None:
+            self._steps.install()
 
     def _handle(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.handler is not None
         return self.handler(plain, args, kwargs)
 
     def remove(self) -> None:
-        """Call the model directly again."""
+        """Call the model directly again; weights that were moved come back.
+
+        Raises:
+            ExecutionError: where the device has no room for all of them; the rest stays usable in host memory.
+        """
         self._interception.remove()
+        if self._steps is not None:
+            self._steps.remove()
 
     @property
     def is_busy(self) -> bool:
@@ -117,6 +142,8 @@ class Execution:
             machine.spot_checks.judge()
             machine.spot_checks.next_turn()
             machine.refresh()
+            if self._steps is not None:
+                self._steps.begin()
             clock = _Clock(machine.device)
             variants = machine.variants if with_variants else machine.variants.left_out()
             step = RunningStep(machine, clock.stop, variants)

@@ -8,6 +8,7 @@ a backward takes everything with it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -26,11 +27,12 @@ from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
 from lowtide.runtime.execute.values import Activation, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.execute.weights import MANAGED
 from lowtide.runtime.replay.endings import EndOfRunError
 from lowtide.runtime.replay.tape import Tape, versions_of
 from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
-from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Value
+from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Update, Value
 
 
 class _Recomputing(threading.local):
@@ -99,6 +101,7 @@ class RunningStep:
         self.variants = variants or machine.variants
         self._on_end: Callable[[], None] | None = on_end
         self.program = machine.program
+        self._weights = machine.weights
         self.runs = [StageRun(k, machine.stage_name(k)) for k in range(self.program.num_stages + 1)]
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
@@ -117,6 +120,8 @@ class RunningStep:
     def before_first(self, k: int) -> None:
         """Do what the list asks for before the first forward of stage k."""
         self._walk(self.program.first[k])
+        if self._weights is not None:
+            self._weights.need(k)
 
     def after_first(self, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         """The model has run stage k for the first time."""
@@ -175,6 +180,13 @@ class RunningStep:
                 with self.machine.alone:
                     self._walk(self.program.backward[k])
                     self._fill(k)
+            if self._weights is not None:
+                self._weights.need(k)  # also where backward comes by once more
+
+    @property
+    def is_away(self) -> Callable[[int], bool] | None:
+        """Tells whether a stage's weights are not on the device; None: no stage's ever leave."""
+        return None if self._weights is None else self._weights.is_away
 
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A saved tensor was changed in place."""
@@ -193,12 +205,18 @@ class RunningStep:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
 
     def _end_task(self, task: int) -> None:
+        if self._weights is not None:
+            assert self.program.placement is not None
+            self._weights.settle(self.program.placement.after_backward, fetch=False)
         if self._filled <= self._lowest() and self._on_end is not None:
             self.release()
             self._on_end()
             self._on_end = None
-            self.machine.counters.num_steps += 1
-            self.machine.spot_checks.judge()
+            machine = self.machine
+            # The graph holds this step. A model that keeps a result with its graph must not hold itself through both.
+            self.machine = weakref.proxy(machine)
+            machine.counters.num_steps += 1
+            machine.spot_checks.judge()
 
     def _lowest(self) -> int:
         """The first stage that backward reaches: before it everything is frozen."""
@@ -229,7 +247,7 @@ class RunningStep:
         self.read.clear()
         for run in self.runs:
             run.tape = None
-            run.mark = None
+            run.mark = run.environment = None
             run.spot_check = None
             run.random = run.random_after = None
 
@@ -250,6 +268,10 @@ class RunningStep:
             if self._filled > operation.stage:
                 self._fill(operation.stage)  # it was not part of this backward, and may be part of the next
             self._forget(operation.stage)
+        elif isinstance(operation, Update):
+            raise AssertionError("updates are the optimizer's")
+        elif self._weights is not None and operation.kind in MANAGED:
+            self._weights.execute(operation)
         elif isinstance(operation, Offload):
             value = self.values[operation.value]
             self.host[operation.value] = value
@@ -314,6 +336,8 @@ class RunningStep:
         assert tape is not None
         assert source is not None
         self._check_parameters(k)
+        if self._weights is not None:
+            self._weights.need(k)
         inputs = source.tensors(tape.inputs, self.machine.is_state)
         sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
         if operation.save != "all":
@@ -337,6 +361,8 @@ class RunningStep:
         may_end_in = run.tape.may_end_in if ends_early else None
         catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, may_end_in)
         check, run.spot_check = run.spot_check, None  # the first recomputation of a step is looked at
+        if check is not None and run.environment is not None and run.mark is not None:
+            check.watch(run.environment.unchanging(run.mark))
         try:
             try:
                 outputs = self._run_again(k, inputs, catch.pack if check is None else check.again(catch.pack))

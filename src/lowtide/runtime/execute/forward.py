@@ -21,7 +21,7 @@ from lowtide.runtime.replay.endings import saves_last_before_a_product
 from lowtide.runtime.replay.staged import StagedForward
 from lowtide.runtime.state.environment import Mark, version_of
 from lowtide.runtime.state.rng import GeneratorWatch, State
-from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks
+from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks, refuse_weight_cache
 from lowtide.runtime.state.writes import Writes
 
 
@@ -45,8 +45,9 @@ class ExecutedForward(StagedForward):
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model under the schedule."""
-        if self.machine.program.taped:
+        if self.machine.program.taped or self.machine.weights is not None:
             refuse_saved_tensor_hooks()
+            refuse_weight_cache(self.machine.model)
         try:
             result = super().run(plain, args, kwargs)
         except BaseException:
@@ -80,7 +81,10 @@ class ExecutedForward(StagedForward):
         step.watch_reads(k)
         self._sorter = Sorter(machine.tier.smallest_bytes) if mode is Mode.SORT else None
         self._hooks = None
-        if mode is not Mode.NATIVE:
+        if mode is Mode.GUARD:
+            self._hooks = run.placeholders.kept_run(step)
+            self._begin_call = run.placeholders.begin_call
+        elif mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
             if machine.checks is Checks.ALL:
                 run.fingerprints = Fingerprints()

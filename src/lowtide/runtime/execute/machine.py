@@ -15,6 +15,7 @@ from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
+from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
@@ -62,6 +63,7 @@ class Machine:
         checks: which values of recomputed stages are compared with those of their first run.
         variants: as which the stages run.
         functions: what to call between units instead of torch functions; all stages are watched for them.
+        weights: those that the program moves; None: it moves none.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Machine:
         checks: Checks = Checks.NONE,
         variants: StageVariants | None = None,
         functions: Functions = MappingProxyType({}),
+        weights: Weights | None = None,
     ) -> None:
+        self.weights = weights
         self.model = model
         self.layout = layout
         self.program = program

@@ -8,6 +8,7 @@ them later:
   training.
 - `COUNT`: they are let go (`keep`, `drop`), and a later forward makes them again.
 - `HOLD`: a repeated forward hands them to autograd, where they stay until backward.
+- `GUARD`: they stay, too, and the stage's weights leave: whoever opens one makes sure that the weights are there.
 - `SORT`: they are moved to the host, or the stage's input is moved or made again before backward: each is known as a
   view of a storage, and put together again for backward.
 """
@@ -19,16 +20,47 @@ from enum import Enum
 
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.execute.coarse import Coarse
-from lowtide.schedule import COMPUTATIONS, Backward, Forward, Offload, Operation, Prefetch, Release, Schedule, Value
+from lowtide.runtime.execute.weights import MANAGED
+from lowtide.schedule import (
+    COMPUTATIONS,
+    Backward,
+    Forward,
+    Offload,
+    Operation,
+    Prefetch,
+    Release,
+    Schedule,
+    Update,
+    Value,
+)
 
 
 class Mode(Enum):
     """How the tensors that one forward saves are looked after."""
 
     NATIVE = "native"
+    GUARD = "guard"
     COUNT = "count"
     HOLD = "hold"
     SORT = "sort"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where weights, weight gradients and optimizer state are between the parts of a step, and how it ends.
+
+    Args:
+        start: on the device when a forward begins.
+        copied: on the device when a forward begins, and freed in its step without a copy in it: the user's loop may
+            have changed them since their last copy, so they are copied first.
+        after_backward: on the device when backward has ended.
+        updates: what is left of the list then, for the optimizer's step.
+    """
+
+    start: frozenset[Value]
+    copied: tuple[Value, ...]
+    after_backward: frozenset[Value]
+    updates: tuple[Operation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +85,7 @@ class Program:
             its backward needs of it autograd has.
         unwanted: the repeated forwards, by their index in the list, whose output nobody wants: the backward of the next
             stage is over.
+        placement: of weights, gradients and optimizer state, where the schedule moves them.
     """
 
     operations: tuple[Operation, ...]
@@ -69,23 +102,28 @@ class Program:
     sizes: tuple[int, ...]
     last_reads: frozenset[int]
     unwanted: frozenset[int]
+    placement: Placement | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, coarse: Coarse) -> Program:
+    def of(cls, schedule: Schedule, coarse: Coarse, *, grads_resident: bool = False) -> Program:
         """Read a schedule that the simulator has found legal, over the stages that it was joined to.
 
+        Args:
+            schedule: the schedule.
+            coarse: its operations over the stages that it was joined to.
+            grads_resident: weight gradients are on the device from the start.
+
         Raises:
-            PlanError: where the schedule manages weights, or runs one stage as two variants.
+            PlanError: where the schedule updates weights in backward, or runs one stage as two variants.
         """
+        num_stages, placement, listed = coarse.split.num_stages, None, coarse.operations
         if schedule.manages:
-            raise PlanError(
-                "the schedule moves weights, which can only be simulated so far; solve with manage_weights=False, or "
-                "with a strategy that does not move weights"
-            )
-        operations, num_stages = _without_leftovers(coarse.operations), coarse.split.num_stages
+            listed, placement = _placed(schedule, num_stages, grads_resident=grads_resident)
+        operations = _without_leftovers(listed)
         first, backward = _places(operations, num_stages)
+        guards = placement is not None
         modes = {
-            index: _mode(operations, index, backward, is_first=first[operation.stage] == index)
+            index: _mode(operations, index, backward, is_first=first[operation.stage] == index, is_guarded=guards)
             for index, operation in enumerate(operations)
             if isinstance(operation, Forward)
         }
@@ -96,7 +134,8 @@ class Program:
         watched = {
             k
             for k in range(num_stages + 1)
-            if k in taped
+            if guards
+            or k in taped
             or k + 1 in taped
             or ("a", k) in moved
             or ("abar", k) in moved
@@ -121,6 +160,7 @@ class Program:
                 for index, mode in modes.items()
                 if mode is Mode.HOLD and (k := operations[index].stage) < num_stages and backward[k + 1] < index
             ),
+            placement,
         )
 
     @property
@@ -149,11 +189,50 @@ def _without_leftovers(operations: tuple[Operation, ...]) -> tuple[Operation, ..
     kept: list[Operation] = []
     for operation in operations:
         stage = operation.stage if isinstance(operation, COMPUTATIONS) else operation.value[1]
-        if stage not in done:
+        if stage not in done or _is_managed(operation):
             kept.append(operation)
         if isinstance(operation, Backward):
             done.add(stage)
     return tuple(kept)
+
+
+def _is_managed(operation: Operation) -> bool:
+    return not isinstance(operation, COMPUTATIONS) and operation.kind in MANAGED
+
+
+def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tuple[tuple[Operation, ...], Placement]:
+    """The list up to the last backward with the copies right after it, and where values are around it."""
+    listed = schedule.operations
+    end = max(index for index, operation in enumerate(listed) if isinstance(operation, Backward)) + 1
+    if not schedule.has_updates or any(isinstance(operation, Update) for operation in listed[:end]):
+        raise PlanError(
+            "the schedule updates weights inside backward, which can only be simulated so far; solve with "
+            "strategy='joint', which updates them when optimizer.step() is called"
+        )
+    while end < len(listed) and isinstance(listed[end], Offload | Release):
+        end += 1
+    resident = {("g", k) for k in range(1, num_stages + 1)} if grads_resident else set()
+    start = schedule.start.device | resident
+    there, copied, current = set(start), list[Value](), set[Value]()
+    for operation in listed[:end]:
+        if isinstance(operation, Backward):
+            there.add(("g", operation.stage))
+        elif isinstance(operation, COMPUTATIONS) or operation.kind not in MANAGED:
+            continue
+        elif isinstance(operation, Release):
+            if operation.value in start and operation.value not in current:
+                copied.append(operation.value)
+            there.discard(operation.value)
+        elif isinstance(operation, Offload | Prefetch):
+            current.add(operation.value)
+            there |= {operation.value} if isinstance(operation, Prefetch) else set()
+    updates = tuple(
+        operation
+        for index, operation in enumerate(listed[end:], start=end)
+        # What stays on the device is copied when the next step begins: until then the user's loop may change it.
+        if not isinstance(operation, Offload) or Release(operation.kind, operation.stage) in listed[index:]
+    )
+    return listed[:end], Placement(frozenset(start), tuple(copied), frozenset(there), updates)
 
 
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,7 +272,9 @@ def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple
     return True
 
 
-def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool) -> Mode:
+def _mode(
+    operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool, is_guarded: bool
+) -> Mode:
     operation = operations[index]
     assert isinstance(operation, Forward)
     if operation.save != "all":
@@ -210,4 +291,6 @@ def _mode(operations: tuple[Operation, ...], index: int, backward: tuple[int, ..
             if later.save == "drop":
                 return Mode.SORT  # a[k-1] goes
             again = again or later.save == "all"
-    return Mode.NATIVE if is_first and not again else Mode.HOLD
+    if is_first and not again:
+        return Mode.GUARD if is_guarded else Mode.NATIVE
+    return Mode.HOLD

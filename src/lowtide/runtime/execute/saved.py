@@ -32,6 +32,12 @@ class Opener(Protocol):
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A tensor that stage k saved was changed in place: raise."""
 
+    @property
+    def is_away(self) -> Callable[[int], bool] | None:
+        """Tells whether a stage's weights, of which saved tensors may be views, are not on the device; None: no stage's
+        ever leave.
+        """
+
 
 class Placeholder:
     """One saved tensor, there or not; made by packing hooks by the thousand, so it is as small as can be."""
@@ -94,12 +100,23 @@ class Placeholders:
 
         return pack, self._unpacking(opener)
 
+    def kept_run(self, opener: Opener) -> tuple[Pack, Unpack]:
+        """The hooks of a first forward whose tensors stay; opening one has the stage's weights fetched."""
+
+        def pack(tensor: torch.Tensor) -> Placeholder:
+            placeholder = Placeholder()
+            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            placeholder.version = version_of(tensor)
+            return placeholder
+
+        return pack, self._unpacking(opener)
+
     def _unpacking(self, opener: Opener) -> Unpack:
-        stage = self.stage
+        stage, is_away = self.stage, opener.is_away
 
         def unpack(placeholder: Placeholder) -> torch.Tensor:
             tensor = placeholder.tensor
-            if tensor is None:
+            if tensor is None or (is_away is not None and is_away(stage)):
                 opener.reach(stage)
                 tensor = placeholder.tensor
             if tensor is None:

@@ -272,7 +272,7 @@ class _Fitting:
         exceeded = None if observed.exceeded is None else observed.exceeded.signature
         before = None if exceeded is None else self._planned.get(exceeded)
         after = None if before is None else RealStep(before, observed.peak_bytes)
-        return self.part(sample, settings, after=after, goes_on=observed.goes_on)
+        return self.part(sample, settings, after=after, goes_on=True)
 
 
 def _apart(sample: Sample) -> Sample:

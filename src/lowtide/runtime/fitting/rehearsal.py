@@ -17,7 +17,7 @@ from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, opt
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.state.cells import Cells, is_settings
+from lowtide.runtime.state.cells import Cells, Look, is_settings
 from lowtide.runtime.state.preserve import preserved
 
 # Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
@@ -85,8 +85,7 @@ def rehearse(
             _set_gradients(model, resident=step.grads_resident)
             if device.type == "cuda" and torch.backends.cudnn.benchmark:  # it takes workspaces while it searches
                 _run(model, step)
-                found.restore_sequences()
-                _set_gradients(model, resident=step.grads_resident)
+                _begin_step(model, step, found)
             carried = _carried(model)
             with Meter(device) as meter:
                 _run(model, step)
@@ -100,16 +99,14 @@ def rehearse(
                         holder.append(execution_for())
                         holder[0].install(call)
                         meter.reset_peak()
-                    found.restore_sequences()
-                    _set_gradients(model, resident=step.grads_resident)
+                    _begin_step(model, step, found)
                     _run(model, step)
                     is_less = sum(now.values()) < sum(carried.values())
                     peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin = _now(device)
             for _ in range(num_more):
-                found.restore_sequences()  # as a training loop clears them
-                _set_gradients(model, resident=step.grads_resident)
+                _begin_step(model, step, found)
                 _run(model, step)
             seconds = (_now(device) - begin) / max(1, num_more)
         finally:
@@ -156,6 +153,13 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
     for leaf, gradient in gradients:  # tensors of the user's that nobody registered
         leaf.grad = gradient
+
+
+def _begin_step(model: nn.Module, step: TrainingStep, found: Look) -> None:
+    """Do what a training loop does between two steps: clear lists and gradients, and detach hidden states."""
+    found.restore_sequences()
+    Cells(model.named_modules()).look().detach()
+    _set_gradients(model, resident=step.grads_resident)
 
 
 def _set_gradients(model: nn.Module, *, resident: bool) -> None:

@@ -156,7 +156,7 @@ def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter
     for group in optimizer.param_groups:
         own = [parameter for parameter in group["params"] if id(parameter) in ids]
         if own:
-            found = max(found, _step_bytes(partial(_like, optimizer, group), own))
+            found = max(found, _step_bytes(partial(like_of, optimizer, group), own))
     return found
 
 
@@ -200,7 +200,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _like(
+def like_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same kind and settings for other parameters."""
@@ -219,7 +219,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     trial = nn.Parameter(torch.zeros(8, 16, dtype=like.dtype, device=like.device))
     trial.grad = torch.ones_like(trial)
     try:
-        tiny = _like(optimizer, group, [trial])
+        tiny = like_of(optimizer, group, [trial])
         tiny.step()
     except (TypeError, RuntimeError, ValueError, AttributeError):
         raise CaptureError(

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(...)}
 )
+
+GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+"""The kinds of random generators that a call may be handed."""
 
 Encode = Callable[[torch.Tensor], Any]
 
@@ -134,6 +139,17 @@ def parts(form: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     elif isinstance(form, _Mapping | _Record):
         for item in form.items.values():
             yield from parts(item, kind)
+
+
+def exchange(form: Any, kind: type | tuple[type, ...], make: Callable[[Any], Any]) -> Any:
+    """Put what `make` makes of them in the places of all objects of a kind in a template."""
+    if isinstance(form, kind):
+        return make(form)
+    if isinstance(form, _Sequence):
+        form.items = [exchange(item, kind, make) for item in form.items]
+    elif isinstance(form, _Mapping | _Record):
+        form.items = {key: exchange(item, kind, make) for key, item in form.items.items()}
+    return form
 
 
 def tensors_of(value: Any, found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import CaptureError, shown
-from lowtide.runtime.model.containers import Held, build, template
+from lowtide.runtime.model.containers import GENERATORS, Held, build, exchange, template
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,13 @@ class Sample:
 
         Generators are copied too, so that the caller's own give the training loop the same numbers as before.
         """
-        args, kwargs = build(template((self.args, dict(self.kwargs)), Held), [])
-        return model(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+        copies: dict[int, Any] = {}
+
+        def own(generator: Any) -> Any:
+            return copies.setdefault(id(generator), _copied(generator))
+
+        args, kwargs = build(exchange(template((self.args, dict(self.kwargs)), Held), GENERATORS, own), [])
+        return model(*args, **kwargs)
 
     def __str__(self) -> str:
         named = [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
@@ -67,9 +73,9 @@ class Sample:
         return list(tensors_in((self.args, self.kwargs)))
 
 
-def _own(value: Any) -> Any:
-    """A copy of a generator in the same state; anything else unchanged."""
-    return value.clone_state() if isinstance(value, torch.Generator) else value
+def _copied(generator: Any) -> Any:
+    """A generator in the same state."""
+    return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
 
 
 def _described(value: Any) -> str:

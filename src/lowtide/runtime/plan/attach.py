@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import PlanError, ScheduleError, shown
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.execute.stepping import steps_alone
+from lowtide.runtime.measure.weights import like_of
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Part, Plan, attached_plan
 from lowtide.runtime.transfer.arena import rounded
@@ -30,6 +33,7 @@ def attach(
     *,
     split: Split | None = None,
     host_memory_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     spot_checks: bool = True,
 ) -> Plan:
@@ -41,6 +45,7 @@ def attach(
         split: which submodules make which stage. None: as the chain was measured; else the stages' names are read as
             paths of submodules; else the children of an `nn.Sequential` are the stages.
         host_memory_budget: bytes of host memory that offloaded values may take; None: what the schedule needs.
+        optimizer: for a schedule that moves weights, the optimizer of all trained parameters; its state moves, too.
         strict: compare, byte by byte, what a repeated forward saves with what the first saved; slow, for finding out
             why gradients differ.
         spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
@@ -74,8 +79,27 @@ def attach(
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
-    execution = Execution(model, split, schedule, chain, tier, checks=checks)
+    if schedule.manages:
+        check_steps_alone(optimizer)
+    execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=optimizer)
     return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth))
+
+
+def check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse an optimizer whose step cannot be taken stage by stage.
+
+    Raises:
+        PlanError: with the kind of optimizer.
+    """
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+        if not steps_alone(partial(like_of, optimizer, group), device):
+            raise PlanError(
+                f"{type(optimizer).__name__} does not treat each parameter by itself, so it cannot step stage by "
+                "stage; use a strategy that moves activations alone, or an optimizer such as AdamW"
+            )
 
 
 def check_is_model(model: Any) -> None:

@@ -31,7 +31,7 @@ def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_bud
 
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
-            what is other than planned. Calls with other shapes are refused when they come.
+            what has changed. Calls with larger shapes are refused when they come; smaller ones run under the plan.
     """
     values = read_json(path, PlanError)
     try:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ExecutionError, InfeasibleBudgetError, LowtideWarning, PlanError
+from lowtide.errors import ExecutionError, LowtideWarning, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
@@ -85,9 +85,8 @@ class Part:
         compiled: its stages, where they are compiled.
         checked: the calls for which its variants were checked; None: those of the signature.
         grads_resident: gradients may be there when a forward begins.
-        others_bytes: what others than the model and its optimizer held on the CPU when it was made.
         peak_bytes: the most that a step under it was seen to take.
-        refusal: why no schedule stays within the budget, where this is the leanest.
+        refusal: why steps take more than the budget, where nothing more can be done.
     """
 
     execution: Execution
@@ -99,7 +98,6 @@ class Part:
     compiled: CompiledStages | None = None
     checked: Signature | None = None
     grads_resident: bool = False
-    others_bytes: int = 0
     peak_bytes: int = 0
     refusal: str = ""
 
@@ -107,6 +105,12 @@ class Part:
     def num_steps(self) -> int:
         """Steps that ran under it."""
         return self.execution.machine.counters.num_steps
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The peak that its schedule was predicted to have; 0: not known."""
+        predicted = self.execution.schedule.predicted
+        return 0 if predicted is None else predicted.peak_bytes
 
     def serves(self, signature: Signature) -> bool:
         """Whether it can be used for a call: one that needs no more than the planned one, and the same one where there
@@ -130,21 +134,21 @@ class Observed:
         grads_resident: gradients were there when a forward began.
         exceeded: the part under which a step took more than its budget; None: none did.
         peak_bytes: what that step took.
-        goes_on: where no schedule stays within the budget, the leanest is taken.
     """
 
     optimizer: torch.optim.Optimizer | None = None
     grads_resident: bool = False
     exceeded: Part | None = None
     peak_bytes: int = 0
-    goes_on: bool = True
 
 
 class Planner(Protocol):
     """Makes further parts during training; `lowtide.fit` leaves one with its plan. It never calls the plan."""
 
     def part_for(self, sample: Sample, observed: Observed) -> Part:
-        """A part for a call of the model, which has no plan in place meanwhile."""
+        """A part for a call of the model, which has no plan in place meanwhile. Training is under way: where no
+        schedule stays within the budget it is the leanest, with the reason.
+        """
 
     def remove(self) -> None:
         """Take out of the model what parts need there besides their executions: compiled stages."""
@@ -180,7 +184,6 @@ class Plan:
         self._num_by_settings = 0
         self._num_exceeded = 0
         self._earlier = Counters()
-        part.others_bytes = self._steps.others_bytes()
         part.execution.install(self._call)
         self._attached = True
 
@@ -240,7 +243,7 @@ class Plan:
             None if predicted is None else predicted.peak_bytes,
             peak or self._part.peak_bytes or self._part.rehearsed_peak_bytes,
             counters.num_recomputed / steps,
-            counters.moved_bytes / steps,
+            (counters.moved_bytes + (0 if execution.weights is None else execution.weights.moved_bytes)) / steps,
         )
 
     def _repr_html_(self) -> str:
@@ -354,7 +357,7 @@ class Plan:
         self._choose_part(args, kwargs)
         part = self._part
         checked = part.checked is None or part.checked.has_same_shapes(self._signature_of(args, kwargs))
-        self._steps.begin(part.others_bytes)
+        self._steps.begin()
         result = part.execution.call(plain, args, kwargs, with_variants=checked)
         self._steps.returned(_num_bytes(tensors_of(result)))
         return result
@@ -370,37 +373,45 @@ class Plan:
             self._part.execution.install(self._call)
         LOGGER.info("planned again in %s: %s", format_seconds(time.perf_counter() - begin), reason)
         if part.refusal:
-            _warn(f"{reason}, and {part.refusal}; training continues with the leanest schedule")
+            is_leaner = observed.exceeded is None or part.predicted_bytes < observed.peak_bytes
+            which = "leanest schedule" if is_leaner else "same schedule, since the leanest would take no less"
+            _warn(f"{reason}, and {part.refusal}; training continues with the {which}")
+            if not is_leaner:
+                self._part.refusal = part.refusal
+                self._steps.forget()
+                return
         self.use(part)
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
         self._steps.forget()
-        part.others_bytes = self._steps.others_bytes()
 
     def _end_step(self) -> None:
         """Note what the last step took."""
         part = self._part
         self._steps.end()
-        part.peak_bytes = max(part.peak_bytes, self._steps.own_peak_bytes)
+        part.peak_bytes = max(part.peak_bytes, self._steps.peak_bytes or 0)
         if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
             self._steps.forget()  # it is not the peak of the part that the next call may be for
 
     def _exceeded(self) -> str:
         """How steps under this part took more than its budget; empty: they did not, or nothing more can be done."""
         part, peak_bytes = self._part, self._part.peak_bytes
-        if self._planner is None or part.memory_budget is None or self._num_exceeded >= _MOST_CORRECTIONS:
+        if part.memory_budget is None or peak_bytes <= part.memory_budget or part.refusal:
             return ""
-        if peak_bytes <= part.memory_budget or part.refusal:
-            return ""
-        predicted = part.execution.schedule.predicted
-        expected = "" if predicted is None else f" ({format_bytes(predicted.peak_bytes)} predicted)"
+        expected = f" ({format_bytes(part.predicted_bytes)} predicted)" if part.predicted_bytes else ""
         return f"a step took {format_bytes(peak_bytes)}{expected}, but the budget is {format_bytes(part.memory_budget)}"
 
     def _correct(self, sample: Sample, reason: str) -> None:
-        """Plan again for what a real step took, and say so."""
+        """Plan again for what a real step took, and say so; where nobody can, or that was of no use, only say it."""
+        if self._planner is None or self._num_exceeded >= _MOST_CORRECTIONS:
+            self._part.refusal = reason
+            why = "" if self._planner else ". A plan that was loaded, attached or shared by processes stays as it is"
+            _warn(f"{reason}{why}; training continues. Call fit again with loss= and optimizer=, or raise the budget")
+            return
         self._num_exceeded += 1
         self._plan_again(sample, reason, self._observed(exceeded=self._part, peak_bytes=self._part.peak_bytes))
         if not self._part.refusal:  # else it was said
-            _warn(f"{reason}; planning again (pass loss= and optimizer= to fit to have them counted from the start)")
+            advice = "pass loss= and optimizer= to fit to have them counted from the start"
+            _warn(f"{reason}; planning again ({advice}; what the loop keeps counts too)")
 
     def _observed(self, **more: Any) -> Observed:
         return Observed(self._steps.optimizer, self._grads_resident, **more)
@@ -477,6 +488,8 @@ class Plan:
         if not reason:
             return
         if not self._replans:
+            if self._planner is None and not self._part.execution.has_variants and signature.fits_within(planned):
+                return  # a smaller batch, as the last one of an epoch
             raise PlanError(f"{reason}; call fit for these shapes (by default it also plans for other shapes later)")
         if signature in self._others:
             self.use(self._others.pop(signature))
@@ -505,11 +518,7 @@ class Plan:
 
     def _plan_for(self, signature: Signature, planned: Signature, sample: Sample, reason: str) -> None:
         before = self.chain
-        try:
-            goes_on = signature.has_no_larger_tensors(planned)
-            self._plan_again(sample, reason, self._observed(goes_on=goes_on))
-        except InfeasibleBudgetError as error:
-            raise InfeasibleBudgetError(f"{reason}, and {error}", minimum_bytes=error.minimum_bytes) from None
+        self._plan_again(sample, reason, self._observed())
         if replace(signature, settings=None) == replace(planned, settings=None):
             # numbers and words alone were others: where they do not set sizes (a step's number, a caption) they are of
             # no matter from now on, and steps that take more all the same are seen to do so

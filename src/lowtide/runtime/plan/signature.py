@@ -62,14 +62,14 @@ class Signature:
     def fits_within(self, planned: Signature) -> bool:
         """Whether a call needs no more than the planned one: the same tensors, none of them larger."""
         return (
-            self.has_no_larger_tensors(planned)
+            self._has_no_larger_tensors(planned)
             and all(_needs_no_more(now[2], then[2]) for now, then in zip(self.tensors, planned.tensors, strict=True))
             and self.autocast == planned.autocast
             and trains_no_more(self.trained, planned.trained)
             and self.has_same_settings(planned)
         )
 
-    def has_no_larger_tensors(self, planned: Signature) -> bool:
+    def _has_no_larger_tensors(self, planned: Signature) -> bool:
         """Whether there are the same tensors, none of them larger."""
         return len(self.tensors) == len(planned.tensors) and all(
             dtype == other_dtype and len(shape) == len(other) and all(a <= b for a, b in zip(shape, other, strict=True))
@@ -97,7 +97,8 @@ class Signature:
     def difference(self, planned: Signature) -> str:
         """Describe how the call differs from the planned one; empty if it does not."""
         if len(self.tensors) != len(planned.tensors):
-            return f"the call has {len(self.tensors)} tensors, but the plan is for {len(planned.tensors)}"
+            count = f"{len(self.tensors)} tensor{'' if len(self.tensors) == 1 else 's'}"
+            return f"the call has {count}, but the plan is for {len(planned.tensors)}"
         for index, (now, then) in enumerate(zip(self.tensors, planned.tensors, strict=True)):
             if now != then:
                 return f"tensor {index} of the call is {_form(now)}, but the plan is for {_form(then)}"

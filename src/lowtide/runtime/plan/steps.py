@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,11 +36,8 @@ class RealSteps:
         self._meter = StepMeter()
         self._is_metered = measures and device.type == "cpu"
         self._peak_bytes: int | None = None
-        self._own_peak_bytes = 0
         self._num_begun = 0
         self._result_bytes: int | None = None
-        self._planned_others_bytes = 0
-        self._others_bytes = 0
         self.forget()
         looking = weakref.ref(self)
 
@@ -78,16 +74,12 @@ class RealSteps:
 
     # What steps take
 
-    def begin(self, planned_others_bytes: int) -> None:
-        """A forward of a training step begins, under a plan that was made while others held so much."""
+    def begin(self) -> None:
+        """A forward of a training step begins."""
         self.end()
-        self._planned_others_bytes = planned_others_bytes
         self._num_begun += 1
-        if not self._is_metered or not self._is_measured():
-            return
-        live_bytes = self._meter.open()
-        if live_bytes is not None:
-            self._others_bytes = live_bytes - self._known_bytes()
+        if self._is_metered and self._is_measured():
+            self._meter.open()
 
     def _is_measured(self) -> bool:
         return self._num_begun <= _NUM_MEASURED or self._num_begun & (self._num_begun - 1) == 0
@@ -103,8 +95,6 @@ class RealSteps:
         peak_bytes = self._meter.close()
         if peak_bytes is not None:
             self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
-            more_bytes = max(0, self._others_bytes - self._planned_others_bytes)
-            self._own_peak_bytes = max(peak_bytes - more_bytes, self._own_peak_bytes)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -113,44 +103,18 @@ class RealSteps:
             return torch.cuda.max_memory_allocated(self._device) if self._num_begun else None
         return self._peak_bytes
 
-    @property
-    def own_peak_bytes(self) -> int:
-        """The same without what the process holds on the CPU since then that is not the model's or its optimizer's."""
-        return (self.peak_bytes or 0) if self._device.type == "cuda" else self._own_peak_bytes
-
     def forget(self) -> None:
         """Another plan is in place: what measuring, trials and steps took before it is no matter any more."""
         self._meter.close()
-        self._peak_bytes, self._own_peak_bytes, self._num_begun = None, 0, 0
+        self._peak_bytes, self._num_begun = None, 0
         self._result_bytes = None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-
-    def others_bytes(self) -> int:
-        """What other code than the model and its optimizers holds on the CPU now."""
-        live_bytes = self._meter.open() if self._is_metered else None
-        self._meter.close()
-        return 0 if live_bytes is None else live_bytes - self._known_bytes()
-
-    def _known_bytes(self) -> int:
-        """The bytes of the model's parameters, buffers and gradients, and of its optimizers' state."""
-        model = self._model()
-        tensors: list[torch.Tensor] = [] if model is None else [*model.parameters(), *model.buffers()]
-        tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-        for optimizer in self._optimizers:
-            states = (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-            tensors += [value for values in states for value in values if isinstance(value, torch.Tensor)]
-        return _storage_bytes(tensors)
 
     def close(self) -> None:
         """Stop watching."""
         self.end()
         self._hook.remove()
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _ended(hook: Any, meter: StepMeter) -> None:

@@ -7,7 +7,6 @@ Whatever else it reads (parameters, masks, tensors held for the whole chain) is 
 
 from __future__ import annotations
 
-import random
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,10 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.model.containers import Held, Slot, build, parts, template, tensors_of
+from lowtide.runtime.model.containers import GENERATORS, Held, Slot, build, parts, template, tensors_of
 from lowtide.runtime.replay.endings import follows_nothing, is_harmless
 from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.state.rng import GeneratorWatch, Source, State
@@ -414,12 +412,9 @@ def _is_of_torch(function: Any) -> bool:
     return not isinstance(function, partial)
 
 
-_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
-
-
 def _sources_in(forms: Iterable[Any]) -> list[Source]:
     """The generators among the arguments of a call, nested ones too."""
-    found = (value for form in forms for value in parts(form, _GENERATORS))
+    found = (value for form in forms for value in parts(form, GENERATORS))
     return [source for value in found if (source := Source.of(value)) is not None]
 
 

@@ -102,7 +102,7 @@ class Layout:
         self._filled = [table for table in base if table]
         self._sizes = list(map(len, self._filled))
         self._dicts = [n for n, table in enumerate(tables) if isinstance(table, dict) and (table or n >= len(base))]
-        self._others = [n for n, table in enumerate(tables) if not isinstance(table, dict)]
+        self.others = [n for n, table in enumerate(tables) if not isinstance(table, dict)]
         self._keys = {n: [key for key in tables[n] if registries[n] or key not in _REGISTRIES] for n in self._dicts}
         self._inner = [(n, len(self._keys[n])) for n in self._dicts if n >= len(base)]
         self._read = [(n, _getter(self._keys[n])) for n in self._dicts]
@@ -163,13 +163,13 @@ class Layout:
                 return None
         if self._inner and any(len(tables[n]) != size for n, size in self._inner):
             return None
-        return Look(self, tables, values, self._sequences(tables) if self._others else [], others)
+        return Look(self, tables, values, self._sequences(tables) if self.others else [], others)
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
         return list(chain.from_iterable([get(tables[n]) for n, get in self._read]))
 
     def _sequences(self, tables: Sequence[Any]) -> list[list[Any] | int]:
-        return [len(tables[n]) if _is_long(tables[n]) else list(tables[n]) for n in self._others]
+        return [len(tables[n]) if _is_long(tables[n]) else list(tables[n]) for n in self.others]
 
     def switches_of(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Which values say what a module does, as switches and functions do, and numbers that count do not."""
@@ -224,7 +224,7 @@ class Layout:
             keys = self._keys[n]
             yield tables[n], dict(zip(keys, values[start : start + len(keys)], strict=True))
             start += len(keys)
-        yield from ((tables[n], each) for n, each in zip(self._others, sequences, strict=True))
+        yield from ((tables[n], each) for n, each in zip(self.others, sequences, strict=True))
 
 
 class Look:
@@ -269,6 +269,16 @@ class Look:
                 left += table
                 fill(table, content)
         return left
+
+    def detach(self) -> None:
+        """Take the graphs off all tensors, as a training loop does with hidden states."""
+        for index in (*self.layout.tensors, *self.layout.tuples):
+            value = _without_graph(self.values[index])
+            if value is not self.values[index]:
+                self.layout.set(self.tables, index, value)
+        for n, content in zip(self.layout.others, self.sequences, strict=True):
+            if not isinstance(content, int):
+                fill(self.tables[n], list(map(_without_graph, content)))
 
     def restore(self) -> None:
         """Restore the contents of every container."""
@@ -419,6 +429,16 @@ def _made(content: Any, now: Any) -> Any:
 
 def _value(kept: Any) -> Any:
     return kept.value() if isinstance(kept, _Detached) else kept
+
+
+def _without_graph(value: Any) -> Any:
+    """A tensor without its graph, and a tuple of such; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value if value.grad_fn is None else value.detach()
+    if not isinstance(value, tuple) or _is_plain(value):
+        return value
+    entries = map(_without_graph, value)
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
 
 
 def _kept(value: Any) -> Any:

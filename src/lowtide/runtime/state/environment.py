@@ -4,7 +4,8 @@ A recomputed stage must see its environment as in the first run, whatever has ch
 it. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
 version is counted (batch normalisation, observers of quantisation, `.data`) by what was seen when the stage first ran
 with these switches and functions: then operations are watched, and values compared. From then on only the tensors that
-change are copied first.
+change are copied first. One that begins to change later, by a switch that no cell holds, is known by a copy from before
+if it is small.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from lowtide.runtime.state.cells import Cells, Kept, Label
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
+
+# Up to this size what no run has changed is copied all the same, once, in case that a later one does: statistics and
+# counters are smaller, and a few hundred of them take less than a step's rounding.
+_SMALL_BYTES = 2**16
 
 
 class History:
@@ -97,6 +102,8 @@ class Expected(NamedTuple):
     """What these are."""
     copied: Sequence[int]
     """Which of these, by their positions here, are copied before the stage runs."""
+    unchanged: Sequence[int]
+    """Which of these no run has changed, and are known by a copy."""
     unread: Mapping[int, str]
     """The names of the others: the stage changes them, and nothing depends on what they hold."""
 
@@ -180,6 +187,7 @@ class Environment:
         self._expected: Expected | None = None  # None: something was learned since
         self._spares: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
+        self._unchanged: dict[str, tuple[int, int, torch.Tensor]] = {}  # small ones: which, its version, its content
 
     # Before and after a first run
 
@@ -208,14 +216,21 @@ class Environment:
                     mark.add(tensor, f"{path}.{name}".strip("."), version_of(tensor))
         for name, tensor in others:
             mark.add(tensor, name, version_of(tensor))
-        for index in range(num_own, len(mark.tensors)):
-            if observes or self._may_change(mark.labels[index].name, mark.tensors[index]):
-                mark.copies[index] = _copy_of(mark.tensors[index])
+        late = (*expected.unchanged, *range(num_own, len(mark.tensors)))
+        for index in (index for index in late if index not in mark.copies):
+            name, tensor, version = mark.labels[index].name, mark.tensors[index], mark.versions[index]
+            if observes or self._may_change(name, tensor) or self._is_written(name, version):
+                mark.copies[index] = _copy_of(tensor)
         return mark
 
     def _may_change(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a stage has changed a tensor of this name, or was not seen to run with this one."""
         return name in self._changing or self._last.get(name) not in (0, id(tensor))
+
+    def _is_written(self, name: str, version: int) -> bool:
+        """Whether somebody has changed a tensor that no run has changed."""
+        known = self._unchanged.get(name)
+        return known is not None and known[1] != version
 
     def _expect(
         self, key: tuple[Any, ...], own: Sequence[torch.Tensor], labels: Sequence[Label], *, observes: bool
@@ -225,7 +240,9 @@ class Environment:
         copied = [
             place for place, index in enumerate(tracked) if observes or self._may_change(labels[index].name, own[index])
         ]
-        return Expected(key, tracked, [labels[index] for index in tracked], copied, unread)
+        named = [labels[index] for index in tracked]
+        unchanged = [place for place, label in enumerate(named) if label.name in self._unchanged]
+        return Expected(key, tracked, named, copied, unchanged, unread)
 
     def _unread_among(
         self, own: Sequence[torch.Tensor], labels: Sequence[Label], seen: Collection[str]
@@ -240,22 +257,24 @@ class Environment:
             and self._together.is_alone(tensor, label.name)
         }
 
-    def include(self, mark: Mark, read: Iterable[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
+    def include(self, mark: Mark, read: Sequence[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
         """Take tensors that the stage has read, with names and their versions then, into a mark.
 
         Returns:
             Those that were not there.
         """
-        known, new = set(map(id, mark.tensors)), []
+        new: list[tuple[str, torch.Tensor]] = []
+        known = {*map(id, mark.tensors), *(id(tensor) for tensor, _ in mark.unread)} if read else ()
         for name, tensor, version in read:
             if id(tensor) not in known:
                 mark.add(tensor, name, version)
                 new.append((name, tensor))
             self._together.note_on_tape(name)
         if self._together.num_uses != mark.expected.key[-1]:
-            for each in [each for each in mark.unread if not self._together.is_alone(*each)]:
-                mark.unread.remove(each)  # it is read after all, and was not copied
-                mark.add(*each, _UNKNOWN)
+            for each in mark.unread:
+                if not self._together.is_alone(*each):
+                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
+            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
         return new
 
     def add_beside(self, path: str, module: nn.Module) -> None:
@@ -299,7 +318,8 @@ class Environment:
         changed = self.changed(mark, written)
         for index in changed:
             name = mark.labels[index].name
-            history.add(mark.tensors[index], k, mark.copies.get(index))
+            history.add(mark.tensors[index], k, self._copy_in(mark, index))
+            self._unchanged.pop(name, None)
             if name not in self._changing:
                 self._changing.add(name)
                 self._expected = None
@@ -308,8 +328,11 @@ class Environment:
         mark.counts = [self._counts.get(label.name, 0) for label in mark.labels]
         if mark.observes:
             self._learn(mark, changed, unread)
-        for index in mark.copies:
+        for index, copy in mark.copies.items():
             label, now = mark.labels[index], id(mark.tensors[index])
+            if index not in changed and copy.nbytes <= _SMALL_BYTES and label.name not in self._changing:
+                self._unchanged[label.name] = now, mark.versions[index], copy
+                self._expected = None
             # Nothing is known of what a unit changes that the model left out.
             if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
                 seen = now if self._last.get(label.name) in (None, now) else 0
@@ -318,6 +341,14 @@ class Environment:
                     self._expected = None
         mark.copies.clear()
         return [*(mark.tensors[index] for index in changed), *(tensor for tensor, _ in mark.unread)]
+
+    def _copy_in(self, mark: Mark, index: int) -> torch.Tensor | None:
+        """What a tensor held at a mark, where that is known."""
+        copy = mark.copies.get(index)
+        known = self._unchanged.get(mark.labels[index].name) if copy is None else None
+        if known is not None and known[:2] == (id(mark.tensors[index]), mark.versions[index]):
+            copy = known[2]
+        return copy
 
     def _learn(self, mark: Mark, changed: Collection[int], unread: Collection[int]) -> None:
         """Note what an observed run has shown: which tensors it uses, and on which of those nothing depends."""
@@ -363,6 +394,13 @@ class Environment:
                 raise _lost(label, by_forward=change is not None)
             found.append((tensor, change[1], not label.is_beside))
         return self._divided(mark, found, others, read) if found else Earlier(others, ())
+
+    def unchanging(self, mark: Mark) -> list[tuple[str, torch.Tensor]]:
+        """The small tensors of the stage's own that no run has changed, with their names."""
+        if not self._unchanged:
+            return []
+        pairs = zip(mark.labels, mark.tensors, strict=True)
+        return [(label.name, t) for label, t in pairs if label.name in self._unchanged and not label.is_beside]
 
     def _spare_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for the stage to bring up to date instead of one whose content nothing depends on."""
@@ -581,7 +619,8 @@ def _lost(label: Label, *, by_forward: bool) -> ExecutionError:
     if by_forward:
         return ExecutionError(
             f"{what} was changed by this step's forward, but not by earlier ones, so a stage that reads it cannot be "
-            "recomputed; repeat the step"
+            "recomputed, and the gradients of this step are lost; load the state from before it (your last checkpoint) "
+            "and repeat it: from now on the change is known"
         )
     return ExecutionError(
         f"{what} was changed in place between the forward of a stage that reads it and its backward; change it after "

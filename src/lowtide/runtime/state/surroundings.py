@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._C import (
     _get_function_stack_at,
     _is_any_autocast_enabled,
@@ -19,6 +20,7 @@ from torch._C import (
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
 )
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from lowtide.errors import ExecutionError
@@ -182,3 +184,19 @@ def refuse_saved_tensor_hooks() -> None:
         "the model is called inside saved-tensor hooks (torch.autograd.graph.saved_tensors_hooks, save_on_cpu), which "
         "would not see what autograd saves under a plan; call it outside them, or call plan.detach()"
     )
+
+
+def refuse_weight_cache(model: nn.Module) -> None:
+    """Refuse a call inside `parametrize.cached()` of a model with parametrised weights: the cache is gone in backward.
+
+    Raises:
+        ExecutionError: where it is.
+    """
+    if not parametrize._cache_enabled:
+        return
+    found = next((path for path, module in model.named_modules() if parametrize.is_parametrized(module)), None)
+    if found is not None:
+        raise ExecutionError(
+            f"the model is called inside parametrize.cached(), so a recomputation of {found!r} would not find its "
+            "weight in that cache; call the model outside of it, or call plan.detach()"
+        )

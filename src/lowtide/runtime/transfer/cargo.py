@@ -18,6 +18,16 @@ class Ticket(Protocol):
     def wait(self) -> None:
         """Let what follows on the compute stream (on the CPU: the caller) wait until the copy has ended."""
 
+    def hand_back(self) -> None:
+        """The memory that was copied into is about to be freed: whoever gets it next waits for what is queued now."""
+
+
+class Mirror(Protocol):
+    """A tensor's place on the lower tier, for as long as anything refers to it."""
+
+    tensor: torch.Tensor
+    """That place as a tensor of the same device, shape and strides: every operation can read and write it."""
+
 
 class Region(Protocol):
     """Room on the lower tier for some storages; given back when the object dies."""
@@ -36,6 +46,15 @@ class Tier(Protocol):
 
     def load(self, region: Region, device: torch.device) -> tuple[list[torch.UntypedStorage], Ticket]:
         """Make storages like those of a region on the device, and queue copies up into them."""
+
+    def mirror(self, tensor: torch.Tensor) -> Mirror:
+        """Make a place for a tensor without gaps; nothing is copied."""
+
+    def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
+        """Queue copies of tensors to their places; the tensors stay until the ticket has been waited for."""
+
+    def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
+        """Queue copies into tensors from their places."""
 
 
 class Box:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.meter import exclude
 from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
 from lowtide.units import format_bytes
 
@@ -35,7 +36,7 @@ class _Piece:
                 self.map = mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             raise ExecutionError(
-                f"cannot create a file of {format_bytes(num_bytes)} for offloaded activations in "
+                f"cannot create a file of {format_bytes(num_bytes)} for offloaded values in "
                 f"{folder or tempfile.gettempdir()}: {error.strerror or error}; set TMPDIR to a folder with room, or "
                 "call fit without offloading (bandwidth=0)"
             ) from None
@@ -72,6 +73,25 @@ class _FileTicket:
     def wait(self) -> None:
         """Wait for the copy; what went wrong in its thread is raised here."""
         self._future.result()
+
+    def hand_back(self) -> None:
+        """Nothing waits on the CPU."""
+
+
+class _FileMirror:
+    """A tensor in a mapped file; its storage keeps the room."""
+
+    __slots__ = ("num_bytes", "offset", "piece", "process", "stored", "tensor")
+
+    def __init__(self, piece: _Piece, room: Room, like: torch.Tensor) -> None:
+        self.piece = piece
+        self.offset = room.offset
+        self.num_bytes = like.numel() * like.element_size()
+        self.process = os.getpid()
+        self.stored: Future[None] | None = None
+        memory = torch.frombuffer(piece.map, dtype=torch.uint8, count=self.num_bytes, offset=room.offset)
+        memory.untyped_storage().room = room  # type: ignore[attr-defined]  # given back when the last view of it dies
+        self.tensor = exclude(memory).view(like.dtype).as_strided(like.shape, like.stride())
 
 
 class FileTier:
@@ -124,6 +144,31 @@ class FileTier:
         storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
         return storages, _FileTicket(self._reader.submit(_read, region, storages))
 
+    def mirror(self, tensor: torch.Tensor) -> _FileMirror:
+        """Make a place in a file for a tensor without gaps."""
+        self._enter_process()
+        return _FileMirror(*self._pieces.take(tensor.numel() * tensor.element_size()), tensor)
+
+    def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _FileTicket:
+        """Queue copies of tensors to their places."""
+        self._enter_process()
+        # Addresses and no tensors: the thread would keep them for a moment longer than anybody counts on.
+        copies = [(mirror, tensor.data_ptr()) for tensor, mirror in pairs]
+        future = self._writer.submit(_fill_mirrors, copies)
+        for mirror, _ in copies:
+            mirror.stored = future
+        return _FileTicket(future)
+
+    def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _FileTicket:
+        """Queue copies into tensors from their places."""
+        self._enter_process()
+        if any(mirror.process != self._process for _, mirror in pairs):
+            raise ExecutionError(
+                "this process was forked while weights were on the host, where only the parent process can fetch them; "
+                "call plan.detach() before forking, or train in the parent"
+            )
+        return _FileTicket(self._reader.submit(_read_mirrors, [(mirror, t.data_ptr()) for t, mirror in pairs]))
+
     def close(self) -> None:
         """End the threads; what is stored can no longer be read."""
         self._writer.shutdown(wait=True)
@@ -147,3 +192,17 @@ def _read(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None
         ctypes.memmove(storage.data_ptr(), address, storage.nbytes())
         address += rounded(storage.nbytes())
     region.piece.let_go(region.room.offset, region.num_bytes)
+
+
+def _fill_mirrors(copies: Sequence[tuple[_FileMirror, int]]) -> None:
+    for mirror, address in copies:
+        ctypes.memmove(mirror.piece.address + mirror.offset, address, mirror.num_bytes)
+        mirror.piece.let_go(mirror.offset, mirror.num_bytes)
+
+
+def _read_mirrors(copies: Sequence[tuple[_FileMirror, int]]) -> None:
+    for mirror, address in copies:
+        if mirror.stored is not None:
+            mirror.stored.result()
+        ctypes.memmove(address, mirror.piece.address + mirror.offset, mirror.num_bytes)
+        mirror.piece.let_go(mirror.offset, mirror.num_bytes)

@@ -31,7 +31,7 @@ class _Slab:
 
     def __init__(self, num_bytes: int) -> None:
         self.arena = Arena(num_bytes)
-        self.memory = _host_memory(num_bytes)
+        self.memory, self.is_pinned = _host_memory(num_bytes)
 
     def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
         """A part of it."""
@@ -55,15 +55,56 @@ class _PinnedRegion:
 
 
 class _PinnedTicket:
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_device", "_stream", "event")
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
+        self.event = event
         self._device = device
+        self._stream = torch.cuda.current_stream(device)  # to which memory that is copied into belongs
 
     def wait(self) -> None:
         """Let the compute stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def hand_back(self) -> None:
+        """Freed memory goes to the stream that took it; where another one used it, that one comes first."""
+        current = torch.cuda.current_stream(self._device)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+
+
+class _Mapped:
+    """Pinned memory as CUDA sees it; a tensor made of it keeps it, and with it the slab and the room."""
+
+    def __init__(self, slab: _Slab, room: Room, host: torch.Tensor) -> None:
+        self._kept = (slab, room)
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel(),),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class _PinnedMirror:
+    """A tensor in pinned memory, which kernels read and write over the link.
+
+    Copies go through `host`, the same memory as the CPU sees it, so that copy engines do them.
+    """
+
+    __slots__ = ("host", "last_copy", "tensor")
+
+    def __init__(self, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+        if not slab.is_pinned:
+            raise ExecutionError(
+                "weights can only be moved to pinned host memory, and the system refuses to pin it; raise the limit of "
+                "locked memory (ulimit -l)"
+            )
+        self.host = slab.bytes_at(room.offset, like.numel() * like.element_size())
+        self.last_copy: torch.cuda.Event | None = None
+        memory = torch.as_tensor(_Mapped(slab, room, self.host), device=like.device)
+        assert memory.data_ptr() == self.host.data_ptr()
+        self.tensor = memory.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 class PinnedTier:
@@ -121,6 +162,42 @@ class PinnedTier:
             self._last_load = self.to_device.record_event()
         return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self._device)
 
+    def mirror(self, tensor: torch.Tensor) -> _PinnedMirror:
+        """Make a place in pinned memory for a tensor without gaps."""
+        return _PinnedMirror(*self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
+
+    def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
+        """Queue copies of tensors to their places, after all that the compute stream was given to do with either."""
+        self._wait_before(self.to_host, pairs)
+        with torch.cuda.stream(self.to_host):
+            for tensor, mirror in pairs:
+                mirror.host.copy_(_flat_bytes(tensor), non_blocking=True)
+        return self._copied(self.to_host, pairs)
+
+    def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
+        """Queue copies into tensors, whose memory is the compute stream's, from their places."""
+        self._wait_before(self.to_device, pairs)
+        with torch.cuda.stream(self.to_device):
+            for tensor, mirror in pairs:
+                _flat_bytes(tensor).copy_(mirror.host, non_blocking=True)
+        ticket = self._copied(self.to_device, pairs)
+        self._last_load = ticket.event
+        return ticket
+
+    def _wait_before(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for event in {mirror.last_copy for _, mirror in pairs if mirror.last_copy is not None}:
+            stream.wait_event(event)
+        # Room that was given back may still be read by a copy up that was queued for its former owner.
+        if stream is self.to_host and self._last_load is not None:
+            stream.wait_event(self._last_load)
+
+    def _copied(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
+        event = stream.record_event()
+        for _, mirror in pairs:
+            mirror.last_copy = event
+        return _PinnedTicket(event, self._device)
+
     def close(self) -> None:
         """Wait for copies under way; the memory is freed when nothing refers to it."""
         self.to_host.synchronize()
@@ -131,13 +208,18 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _host_memory(num_bytes: int) -> torch.Tensor:
-    """Host memory, registered with CUDA; where that is refused, ordinary memory and one warning."""
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
+    """Host memory, registered with CUDA; where that is refused, ordinary memory, False and one warning."""
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError:
         raise ExecutionError(
-            f"the host has no {format_bytes(num_bytes)} free for offloaded activations; set host_memory_budget=, or "
+            f"the host has no {format_bytes(num_bytes)} free for offloaded values; set host_memory_budget=, or "
             "call fit without offloading (bandwidth=0)"
         ) from None
     address = memory.data_ptr()
@@ -149,7 +231,7 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
             LowtideWarning,
             stacklevel=2,
         )
-    else:
-        finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
-        finalizer.atexit = False
-    return memory
+        return memory, False
+    finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
+    finalizer.atexit = False
+    return memory, True

@@ -1,0 +1,502 @@
+"""Weights, gradients and optimizer state leave the device and come back: the same numbers as without."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime import models
+from tests.runtime.models import SHAPE, N
+from tests.runtime.schedules import (
+    mixed,
+    offloading,
+    parking,
+    random_schedule,
+    recomputing,
+    repeating,
+    storing,
+)
+from tests.runtime.training import Numbers, assert_equal, batches, gradients, seed_all, square_loss
+from torch import nn
+
+import lowtide
+from lowtide import Schedule
+from lowtide.errors import PlanError
+from lowtide.runtime.meter import Meter
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Decayed(torch.optim.SGD):
+    """Steps by the step of its base class, whose hooks then run once more."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.99)
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "one of the user's own": lambda p: Decayed(p, lr=1e-2, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+}
+make_adamw = OPTIMIZERS["adamw"]
+
+
+def noted(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> Numbers:
+    numbers = {f"{index} parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
+    numbers |= {f"{index} buffer {name}": b.clone() for name, b in model.named_buffers()}
+    for i, state in enumerate(optimizer.state.values()):
+        numbers |= {f"{index} state {i} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return numbers
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_steps: int = 3,
+    before_step: Callable[[nn.Module], None] = lambda model: None,
+    after_step: Callable[[nn.Module], None] = lambda model: None,
+    set_to_none: bool = True,
+    micro_batches: int = 1,
+) -> Numbers:
+    """Every number of the steps, by name."""
+    seed_all(5)
+    numbers: Numbers = {}
+    for index, x in enumerate(batches(SHAPE, num_steps * micro_batches)):
+        x = x.requires_grad_()
+        loss = square_loss(model(x))
+        loss.backward()
+        numbers[f"{index} loss"] = loss.detach()
+        numbers[f"{index} input gradient"] = x.grad
+        if (index + 1) % micro_batches == 0:
+            before_step(model)
+            numbers |= {f"{index} gradient of {name}": g for name, g in gradients(model)}
+            optimizer.step()
+            numbers |= {f"{index} gradient after the step of {name}": g for name, g in gradients(model)}
+            after_step(model)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            numbers |= noted(model, optimizer, index)
+    return numbers
+
+
+def compare(
+    make: Make = make_adamw,
+    base: Schedule | None = None,
+    model_of: Callable[[], nn.Module] = models.stages_of_every_kind,
+    **settings: Any,
+) -> None:
+    """Train plainly and with everything parked."""
+    plain = model_of()
+    plain_optimizer = make(plain.parameters())
+    expected = train(plain, plain_optimizer, **settings)
+    model = model_of()
+    optimizer = make(model.parameters())
+    with lowtide.attach(model, parking(base or storing(len(model))), optimizer=optimizer) as plan:
+        assert_equal(train(model, optimizer, **settings), expected)
+        assert plan.stats().moved_bytes_per_step > 0
+    assert_equal(noted(model, optimizer, 0), noted(plain, plain_optimizer, 0))  # on the device again
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name):
+    compare(OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("base", [recomputing(N), offloading(N), mixed(N), repeating(N)], ids=lambda s: s.strategy)
+def test_with_recomputation_and_offloading(base):
+    compare(base=base)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_any_schedule(seed):
+    compare(base=random_schedule(N, seed, moves=0.3))
+
+
+def test_weights_are_on_the_device_only_while_they_are_needed():
+    """Of eight stages of a megabyte each, never more than one is there, with its gradient and state."""
+    width, n = 256, 8
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(n)))
+    one = width * width * 4
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.ones(1, width)
+    with Meter("cpu") as meter:
+        others = meter.live_bytes - n * one
+    with lowtide.attach(model, parking(repeating(n)), optimizer=optimizer), Meter("cpu") as meter:
+        for _ in range(2):
+            assert meter.live_bytes - others < one
+            model(x).sum().backward()
+            assert meter.live_bytes - others < one
+            optimizer.step()
+            assert all(p.grad is not None for p in model.parameters())
+            optimizer.zero_grad()
+        # weights, gradient, two moments, and two temporaries of a step of one parameter
+        assert 4 * one < meter.peak_bytes - others < 6.1 * one
+    assert all(p.untyped_storage().nbytes() == one for p in model.parameters())
+
+
+def test_zero_grad_without_none_and_accumulation():
+    compare(set_to_none=False)
+    compare(micro_batches=3)
+    compare(micro_batches=2, set_to_none=False, base=recomputing(N))
+
+
+def test_clipping_and_writes_to_gradients():
+    compare(before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    compare(before_step=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+
+    def scale(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.data.mul_(0.5)
+            parameter.grad = parameter.grad + 1e-3
+
+    compare(before_step=scale)
+
+
+def test_writes_to_weights_between_steps():
+    def clamp(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+    compare(after_step=clamp)
+    compare(before_step=clamp)
+
+
+def test_writes_to_weights_that_stay_on_the_device_between_steps():
+    """As `joint` has it: a copy that was made before the step ended does not count if the loop changes weights."""
+    chain = lowtide.Chain("", [lowtide.Stage(str(k), 1.0, 2.0, 8, 8, weight_bytes=80) for k in range(N)])
+
+    def clamp(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+    plain = models.stages_of_every_kind()
+    expected = train(plain, make_adamw(plain.parameters()), after_step=clamp)
+    for budget in (400, 600, 1000):
+        schedule = lowtide.solve(chain, memory_budget=budget, strategy="joint", bandwidth=100).schedule
+        model = models.stages_of_every_kind()
+        optimizer = make_adamw(model.parameters())
+        with lowtide.attach(model, schedule, optimizer=optimizer):
+            assert_equal(train(model, optimizer, after_step=clamp), expected)
+
+
+def test_a_scheduler_and_groups_with_their_own_weight_decay():
+    def train_with_scheduler(model: nn.Module, plan_of: Callable[[Any], Any]) -> Numbers:
+        parameters = list(model.parameters())
+        groups = [{"params": parameters[::2], "weight_decay": 0.3}, {"params": parameters[1::2], "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        with plan_of(optimizer):
+            later = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return train(model, optimizer, after_step=lambda _: (scheduler.step(), later.step()))
+
+    model = models.stages_of_every_kind()
+    expected = train_with_scheduler(models.stages_of_every_kind(), lambda _: torch.enable_grad())
+    got = train_with_scheduler(
+        model, lambda optimizer: lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer)
+    )
+    assert_equal(got, expected)
+
+
+def test_a_closure():
+    def train_with_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = square_loss(model(batches(SHAPE, 1)[0]))
+            loss.backward()
+            return loss
+
+        seed_all(1)
+        losses = {f"loss {index}": optimizer.step(closure).detach() for index in range(3)}
+        return losses | noted(model, optimizer, 0)
+
+    plain = models.stages_of_every_kind()
+    expected = train_with_closure(plain, make_adamw(plain.parameters()))
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(storing(N)), optimizer=optimizer):
+        assert_equal(train_with_closure(model, optimizer), expected)
+
+
+def test_a_scaler_that_skips_a_step():
+    def train_scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        seed_all(1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for index, x in enumerate(batches(SHAPE, 5)):
+            optimizer.zero_grad()
+            scaler.scale(square_loss(model(x)) * (float("inf") if index == 2 else 1.0)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        return noted(model, optimizer, 0) | {"scale": torch.tensor(scaler.get_scale())}
+
+    plain = models.stages_of_every_kind()
+    expected = train_scaled(plain, make_adamw(plain.parameters()))
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer):
+        assert_equal(train_scaled(model, optimizer), expected)
+
+
+class Tied(nn.Sequential):
+    """The first and the last stage have one weight."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(*(nn.Linear(SHAPE[1], SHAPE[1]) for _ in range(4)))
+        self[3].weight = self[0].weight
+
+
+def frozen_and_adapted() -> nn.Sequential:
+    """Frozen stages first, then frozen weights with small trained ones, as for LoRA."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(SHAPE[1], SHAPE[1]).requires_grad_(False)
+            self.down, self.up = nn.Linear(SHAPE[1], 2, bias=False), nn.Linear(2, SHAPE[1], bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.up(torch.tanh(self.down(x)))
+
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]).requires_grad_(False), Adapted(), Adapted(), nn.Tanh())
+
+
+@pytest.mark.parametrize("base", [storing(4), recomputing(4)], ids=lambda s: s.strategy)
+@pytest.mark.parametrize("model_of", [Tied, frozen_and_adapted])
+def test_tied_and_frozen_weights(model_of, base):
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+    compare(make, base, model_of)
+
+
+def test_an_average_of_weights_and_evaluation_between_steps():
+    def train_averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+        seen: list[torch.Tensor] = []
+
+        def evaluate(model: nn.Module) -> None:
+            averaged.update_parameters(model)
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batches(SHAPE, 1)[0]))
+            model.train()
+
+        numbers = train(model, optimizer, after_step=evaluate)
+        numbers |= {f"average {name}": p.clone() for name, p in averaged.module.named_parameters()}
+        return numbers | {f"evaluation {index}": result for index, result in enumerate(seen)}
+
+    plain = models.stages_of_every_kind()
+    expected = train_averaged(plain, make_adamw(plain.parameters()))
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(mixed(N)), optimizer=optimizer):
+        assert_equal(train_averaged(model, optimizer), expected)
+
+
+def test_a_checkpoint_from_the_midst_goes_both_ways():
+    def saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        return file.getvalue()
+
+    def load(checkpoint: bytes, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        found = torch.load(io.BytesIO(checkpoint))
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+
+    plain = models.stages_of_every_kind()
+    plain_optimizer = make_adamw(plain.parameters())
+    train(plain, plain_optimizer)
+    checkpoint = saved(plain, plain_optimizer)
+    expected = train(plain, plain_optimizer)
+
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer):
+        train(model, optimizer)
+        midst = saved(model, optimizer)
+        load(checkpoint, model, optimizer)  # while everything is parked
+        assert_equal(train(model, optimizer), expected)
+    fresh = models.stages_of_every_kind()
+    fresh_optimizer = make_adamw(fresh.parameters())
+    load(midst, fresh, fresh_optimizer)
+    assert_equal(train(fresh, fresh_optimizer), expected)
+
+
+def test_detaching_brings_everything_back_and_training_goes_on():
+    plain = models.stages_of_every_kind()
+    plain_optimizer = make_adamw(plain.parameters())
+    expected = [train(plain, plain_optimizer) for _ in range(3)]
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    addresses = [p.untyped_storage()._cdata for p in model.parameters()]
+    got = []
+    for base in (parking(storing(N)), None, parking(recomputing(N))):
+        if base is None:
+            got.append(train(model, optimizer))
+            continue
+        with lowtide.attach(model, base, optimizer=optimizer):
+            got.append(train(model, optimizer))
+        assert [p.untyped_storage()._cdata for p in model.parameters()] == addresses
+    for one, other in zip(got, expected, strict=True):
+        assert_equal(one, other)
+
+
+def test_copies_share_nothing():
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(storing(N)), optimizer=optimizer):
+        train(model, optimizer)
+        other = copy.deepcopy(model)
+        before = [p.detach().clone() for p in other.parameters()]
+        train(model, optimizer)
+        assert all(itertools.starmap(torch.equal, zip(before, other.parameters(), strict=True)))
+        assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# Steps that are not as the list has them
+
+
+def test_a_forward_without_a_backward_and_an_exception_on_the_way():
+    class Fails(nn.Module):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                raise KeyError("on purpose")
+            return x
+
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Fails(), nn.Linear(8, 8))
+
+    plain = model_of()
+    expected = train(plain, make_adamw(plain.parameters()))
+    model = model_of()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, parking(recomputing(4)), optimizer=optimizer):
+        model(batches(SHAPE, 1)[0])
+        model[2].fails = True
+        with pytest.raises(KeyError):
+            model(batches(SHAPE, 1)[0])
+        model[2].fails = False
+        assert_equal(train(model, optimizer), expected)
+
+
+def test_going_through_a_graph_twice_and_from_its_middle():
+    """Weights that have left are fetched for whoever opens what a stage saved."""
+
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Tanh())
+
+    def train_oddly(model: nn.Sequential) -> Numbers:
+        inner: list[torch.Tensor] = []
+        handle = model[1][0].register_forward_hook(lambda *args: inner.append(args[2]))
+        x = batches(SHAPE, 1)[0].requires_grad_()
+        square_loss(model(x)).backward(retain_graph=True)
+        numbers = {f"once {name}": g for name, g in gradients(model)}
+        inner[0].sum().backward(retain_graph=True)
+        numbers |= {f"from the middle {name}": g for name, g in gradients(model)}
+        handle.remove()
+        loss = square_loss(model(x))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        first, second = model(x), model(2 * x)
+        square_loss(first).backward()
+        square_loss(second).backward()
+        return numbers | {f"twice {name}": g for name, g in gradients(model)} | {"x": x.grad}
+
+    expected = train_oddly(model_of())
+    for base in (storing(3),):
+        model = model_of()
+        with lowtide.attach(model, parking(base), optimizer=make_adamw(model.parameters())):
+            assert_equal(train_oddly(model), expected)
+
+
+def test_nothing_is_left_behind():
+    """From step to step the same bytes, and after the plan is gone the bytes from before."""
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    train(model, optimizer, num_steps=1)
+    gc.collect()
+    with Meter("cpu") as before:
+        pass
+    live = []
+    with lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer):
+        for _ in range(4):
+            train(model, optimizer, num_steps=2)
+            gc.collect()
+            with Meter("cpu") as meter:
+                live.append(meter.live_bytes)
+    assert len(set(live[1:])) == 1
+    gc.collect()
+    with Meter("cpu") as after:
+        assert after.live_bytes == before.live_bytes
+
+
+# Wrong use
+
+
+def model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = models.stages_of_every_kind()
+    return model, make_adamw(model.parameters())
+
+
+def test_an_optimizer_is_needed():
+    model, _ = model_and_optimizer()
+    with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
+        lowtide.attach(model, parking(storing(N)))
+
+
+def test_an_optimizer_of_other_parameters():
+    model, _ = model_and_optimizer()
+    with pytest.raises(PlanError, match=r"does not have parameter '0\.weight'"):
+        lowtide.attach(model, parking(storing(N)), optimizer=make_adamw(list(model[4:].parameters())))
+
+
+def test_an_optimizer_that_looks_across_parameters():
+    class Normalised(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+            super().step()
+
+    model, _ = model_and_optimizer()
+    for optimizer in (Normalised(model.parameters(), lr=0.1), torch.optim.LBFGS(model.parameters())):
+        with pytest.raises(PlanError, match="does not treat each parameter by itself"):
+            lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
+
+
+def test_a_model_that_was_converted_while_it_was_parked():
+    model, optimizer = model_and_optimizer()
+    with lowtide.attach(model, parking(storing(N)), optimizer=optimizer) as plan:
+        x = batches(SHAPE, 1)[0]
+        model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        kept = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(PlanError, match=r"parameter '0\.weight' was moved or given other memory"):
+            model(x)
+        plan.detach()
+    assert all(itertools.starmap(torch.equal, zip(kept, model.parameters(), strict=True)))
