@@ -176,7 +176,7 @@ class StagedModel:
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of torch's generators now."""
-        return self._generators.of_torch()
+        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self._generators.of_torch()]
 
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""

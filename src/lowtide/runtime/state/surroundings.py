@@ -34,10 +34,10 @@ class Kernels(NamedTuple):
     cudnn_enabled: bool
     cudnn_benchmark: bool
     cudnn_deterministic: bool
-    flash: bool
-    memory_efficient: bool
-    math: bool
     cudnn_attention: bool
+    memory_efficient: bool
+    flash: bool
+    math: bool
     deterministic: bool
     deterministic_warns: bool
     mkldnn: bool
@@ -62,19 +62,27 @@ class Kernels(NamedTuple):
         torch.set_default_dtype(self.default_dtype)
 
 
-# What the properties of `torch.backends` read, in the order of `Kernels`.
+# What the properties of `torch.backends` read, in the order of `Kernels`. The first ones matter to CUDA alone.
 _KERNEL_SWITCHES = (
     torch._C._get_cudnn_enabled,
     torch._C._get_cudnn_benchmark,
     torch._C._get_cudnn_deterministic,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
     torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
     torch._C._get_deterministic_algorithms,
     torch._C._get_deterministic_algorithms_warn_only,
     torch._C._get_mkldnn_enabled,
     torch.get_default_dtype,
+)
+_NUM_FOR_CUDA = 5
+
+# What is asked for at every recorded call.
+_SWITCHES = (
+    torch.is_grad_enabled,
+    torch.is_autocast_cache_enabled,
+    *_KERNEL_SWITCHES[0 if torch.cuda.is_available() else _NUM_FOR_CUDA :],
 )
 
 
@@ -92,20 +100,20 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls) -> Surroundings:
         """As they are for this thread; without autocast and modes, the same object each time."""
-        grad_enabled, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
-        special = (_is_any_autocast_enabled(), _len_torch_function_stack(), _len_torch_dispatch_stack())
-        switches = (grad_enabled, cache, special, *[read() for read in _KERNEL_SWITCHES])
-        known = _known.get(switches)
-        if known is not None:
-            return known
+        global _last
+        switches = None
+        if not (_is_any_autocast_enabled() or _len_torch_function_stack() or _len_torch_dispatch_stack()):
+            switches = [read() for read in _SWITCHES]
+            if _last is not None and switches == _last[0]:
+                return _last[1]
         autocast = tuple(
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
             for device_type in _DEVICE_TYPES
         )
         modes = _function_modes(), _dispatch_modes()
-        found = cls(grad_enabled, autocast, cache, modes, Kernels.now())
-        if not any(special):
-            _known[switches] = found
+        found = cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), modes, Kernels.now())
+        if switches is not None:
+            _last = switches, found
         return found
 
     @contextmanager
@@ -124,7 +132,7 @@ class Surroundings(NamedTuple):
             yield
 
 
-_known: dict[tuple[Any, ...], Surroundings] = {}
+_last: tuple[list[Any], Surroundings] | None = None  # switches without autocast and modes, and what they say
 
 
 def _function_modes() -> tuple[Any, ...]:
