@@ -82,11 +82,12 @@ def test_the_python_of_the_readme_runs(folder):
     import torch
 
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4)))
-    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    pairs = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 8))
     the_users_own = {
+        "torch": torch,
         "model": model,
         "device": "cpu",
-        "loader": [(x, y)] * 2,
+        "loader": torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=True),
         "loss_fn": torch.nn.functional.mse_loss,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }

@@ -87,13 +87,12 @@ def with_optimizer(**given: Any) -> dict[str, Any]:
 
 def rows(num_rows: int = 256) -> dict[str, Any]:
     """A network of layers and a loader of pairs."""
-    x, y = torch.randn(num_rows, 16), torch.randn(num_rows, 16)
-    return with_optimizer(model=layered(), loader=[(x, y)] * 4, loss_fn=nn.functional.mse_loss)
+    return with_optimizer(model=layered(), loader=pairs(num_rows), loss_fn=nn.functional.mse_loss)
 
 
 def small_card() -> dict[str, Any]:
     given = rows()
-    return {**given, "x": given["loader"][0][0]}
+    return {**given, "x": next(iter(given["loader"]))[0]}
 
 
 def images() -> dict[str, Any]:
@@ -118,7 +117,8 @@ def tokens(length: int) -> dict[str, Any]:
 
 
 def long_context() -> dict[str, Any]:
-    return with_optimizer(model=language_model(), loader=[tokens(32), tokens(24)])
+    loader = torch.utils.data.DataLoader([tokens(32), tokens(24)], batch_size=None)
+    return with_optimizer(model=language_model(), loader=loader)
 
 
 def trainer(folder: Path) -> dict[str, Any]:
@@ -159,16 +159,16 @@ def accelerated() -> dict[str, Any]:
     return {**given, "accelerator": accelerate.Accelerator(cpu=True)}
 
 
-def pairs() -> Any:
-    data = torch.utils.data.TensorDataset(torch.randn(1024, 16), torch.randn(1024, 16))
-    return torch.utils.data.DataLoader(data, batch_size=256, shuffle=True)
+def pairs(num_rows: int = 256) -> Any:
+    data = torch.utils.data.TensorDataset(torch.randn(4 * num_rows, 16), torch.randn(4 * num_rows, 16))
+    return torch.utils.data.DataLoader(data, batch_size=num_rows, shuffle=True)
 
 
 def run_in_a_group(rank: int, folder: str) -> None:
     """The page on several processes, in one of two; called in a process of its own."""
     dist, made = torch.distributed, []
-    given = {**rows(2048), "torch": torch, "sharded": layered()}
-    x, y = given["loader"][0]
+    x, y = torch.randn(2048, 16), torch.randn(2048, 16)
+    given = {**rows(), "loader": [(x, y)] * 4, "torch": torch, "sharded": layered()}
     least = least_budget(lowtide.fit, given["model"], x, optimizer="adamw", loss=lambda out: given["loss_fn"](out, y))
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     # A group is not told the least budget. The second plan finds the optimizer of the first in memory.
@@ -279,6 +279,12 @@ def planning() -> dict[str, Any]:
     return {"chain": Chain("six", stages)}
 
 
+def moving() -> dict[str, Any]:
+    """A chain with weights, and a network with batches."""
+    batch = torch.randn(64, 16)
+    return {**planning(), "model": layered(), "batch": batch, "loader": [batch] * 2, "loss_fn": torch.sum}
+
+
 def reporting() -> dict[str, Any]:
     return {**small_card(), **planning()}
 
@@ -289,7 +295,7 @@ OTHERS = {
     "measuring": measuring,
     "report": reporting,
     "strategies": planning,
-    "weights": planning,
+    "weights": moving,
 }
 
 GIVEN = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ class Recorder(lightning.pytorch.loggers.Logger):  # type: ignore[misc, name-def
         """Nothing."""
 
 
-def trained(how: str, callbacks: list[Any], **settings: Any) -> tuple[Regression, Recorder]:
+def trained(how: str, callbacks: list[Any], resume: str | None = None, **settings: Any) -> tuple[Regression, Recorder]:
     module, recorder = Regression(how), Recorder()
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
@@ -70,13 +71,12 @@ def trained(how: str, callbacks: list[Any], **settings: Any) -> tuple[Regression
         devices=1,
         logger=recorder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=callbacks,
-        **settings,
+        **{"enable_checkpointing": False, **settings},
     )
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, ckpt_path=resume)
     return module, recorder
 
 
@@ -107,3 +107,23 @@ def test_a_part_of_what_is_trained_must_be_named() -> None:
 def test_a_wrong_name_is_told_with_those_that_there_are() -> None:
     with pytest.raises(lowtide.PlanError, match=r"'trunk'.*'network'"):
         trained("itself", [lowtide.LightningCallback("1GiB", module="trunk", bandwidth=0)])
+
+
+def test_training_that_is_saved_and_resumed(tmp_path: Path) -> None:
+    """As without a plan, where Lightning's resumed run sees its loader's batches from the start."""
+
+    def in_two_runs(folder: Path, *callbacks: Any) -> list[list[torch.Tensor]]:
+        saving = lightning.pytorch.callbacks.ModelCheckpoint(
+            dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
+        )
+        settings = {"resume": None, "enable_checkpointing": True}
+        first, _ = trained("itself", [*callbacks[:1], saving], **settings)
+        second, _ = trained("itself", [*callbacks[1:], saving], **{**settings, "resume": str(folder / "step=2.ckpt")})
+        return [[parameter.detach() for parameter in module.parameters()] for module in (first, second)]
+
+    planned = [lowtide.LightningCallback("1GiB", bandwidth=0, strategy="chen") for _ in range(2)]
+    for found, expected in zip(
+        in_two_runs(tmp_path / "planned", *planned), in_two_runs(tmp_path / "plain"), strict=True
+    ):
+        assert all(map(torch.equal, found, expected))
+    assert [callback.plan.stats().num_steps for callback in planned] == [4, 2]

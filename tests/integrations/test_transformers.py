@@ -39,7 +39,7 @@ def model() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def trained(folder: Path, callbacks: list[Any], **settings: Any) -> Any:
+def trained(folder: Path, callbacks: list[Any], *, resume: str | None = None, **settings: Any) -> Any:
     arguments = transformers.TrainingArguments(
         str(folder),
         per_device_train_batch_size=2,
@@ -47,15 +47,14 @@ def trained(folder: Path, callbacks: list[Any], **settings: Any) -> Any:
         logging_steps=1,
         report_to=[],
         use_cpu=True,
-        save_strategy="no",
         disable_tqdm=True,
         seed=0,
-        **settings,
+        **{"save_strategy": "no", **settings},
     )
     trainer = transformers.Trainer(
         model(), arguments, train_dataset=Sentences(), data_collator=padded, callbacks=callbacks
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -102,3 +101,35 @@ def test_gradient_checkpointing_beside_it_is_told(tmp_path: Path) -> None:
 def test_a_budget_that_is_too_small_is_refused_in_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(lowtide.InfeasibleBudgetError):
         trained(tmp_path, [lowtide.TransformersCallback(100_000, bandwidth=0)])
+
+
+class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Stands before other callbacks, as those for TensorBoard and wandb do, and keeps what it is handed to report."""
+
+    def __init__(self) -> None:
+        self.reported: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        self.reported.append(dict(logs or {}))
+
+
+def test_whoever_reports_is_handed_the_figures(tmp_path: Path) -> None:
+    reporter = Reporter()
+    trained(tmp_path, [reporter, lowtide.TransformersCallback("1GiB", bandwidth=0)])
+    steps = [logs for logs in reporter.reported if "loss" in logs]
+    assert len(steps) == 4
+    for logs in steps:
+        assert logs["lowtide/measured_peak_gib"] > 0
+        assert logs["lowtide/predicted_seconds"] > 0
+
+
+def test_training_that_is_saved_and_resumed(tmp_path: Path) -> None:
+    expected = [parameter.detach() for parameter in trained(tmp_path / "plain", []).model.parameters()]
+    every = {"save_strategy": "steps", "save_steps": 2}
+    for name, resume in (("first", None), ("second", str(tmp_path / "first" / "checkpoint-2"))):
+        callback = lowtide.TransformersCallback(budget(), bandwidth=0, strategy="rotor")
+        found = trained(tmp_path / name, [callback], resume=resume, **every)
+        assert callback.plan.stats().recomputed_per_step > 0
+        assert callback.plan.stats().num_steps == (2 if resume else 4)
+        assert all(map(torch.equal, found.model.parameters(), expected))
+        del found

@@ -43,5 +43,6 @@ def command(json: Json = False) -> None:
 
 
 def _described(entry: Entry) -> str:
-    summary = entry.summary if entry.executable else f"{entry.summary}; simulated only"
+    where = "executed on the CPU" if entry.lists_updates else "simulated only"
+    summary = entry.summary if entry.executable else f"{entry.summary}; {where}"
     return summary if entry.paper == "-" else f"{summary} ({entry.paper})"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from lowtide.integrations.planned import BudgetedTraining
 from lowtide.runtime.fitting.loader import largest_batch_of
@@ -49,6 +51,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Wait for the first step."""
         assert model is not None
+        _go_first(self)
         self._planned.wait_for(
             [model],
             lambda _, sample: with_largest(sample, train_dataloader),
@@ -75,6 +78,19 @@ class TransformersCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Detach the plan."""
         self._planned.detach()
+
+
+def _go_first(callback: TrainerCallback) -> None:
+    """Put a callback before those that report (TensorBoard, wandb), which the Trainer calls first: each is handed the
+    dict of what is logged as the one before left it. A callback is not told who calls it.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    handler = frame.f_locals.get("self")
+    if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
 
 
 def with_largest(sample: Sample, loader: Any) -> Sample:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import itertools
@@ -26,7 +27,7 @@ from tests.runtime.training import Numbers, assert_equal, batches, gradients, se
 from torch import nn
 
 import lowtide
-from lowtide import Schedule
+from lowtide import Backward, Prefetch, Schedule
 from lowtide.errors import PlanError
 from lowtide.runtime.meter import Meter
 
@@ -167,6 +168,24 @@ def test_clipping_and_writes_to_gradients():
             parameter.grad = parameter.grad + 1e-3
 
     compare(before_step=scale)
+
+
+def test_gradients_that_are_on_their_way_back_when_they_are_clipped():
+    operations = list(parking(storing(N)).operations)
+    operations.insert(operations.index(Backward(1)), Prefetch("g", N))  # the last stage's are fetched early
+    fetched_again = len(operations) - 1 - operations[::-1].index(Prefetch("g", N))
+    del operations[fetched_again]
+    early = dataclasses.replace(parking(storing(N)), operations=operations)
+    plain = models.stages_of_every_kind()
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    expected = train(plain, make_adamw(plain.parameters()), before_step=clip)
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    with lowtide.attach(model, early, optimizer=optimizer):
+        assert_equal(train(model, optimizer, before_step=clip), expected)
 
 
 def test_writes_to_weights_between_steps():

@@ -35,9 +35,10 @@ both = pytest.mark.parametrize("call", [fit, lowtide.measure], ids=["fit", "meas
         (torch.zeros(2, 3), RuntimeError, r"mat1 and mat2.*\[2, 3\] float32"),
         (torch.zeros(2, WIDTH, dtype=torch.float64), RuntimeError, r"dtype.*\[2, 8\] float64"),
         ({"pictures": torch.zeros(2, WIDTH)}, TypeError, r"unexpected keyword.*pictures=\[2, 8\] float32"),
-        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32, 3"),
+        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32 on cpu, 3"),
+        (torch.zeros(2, WIDTH, device="meta"), RuntimeError, r"device meta.*\[2, 8\] float32 on meta"),
     ],
-    ids=["shape", "dtype", "keyword", "number"],
+    ids=["shape", "dtype", "keyword", "number", "device"],
 )
 def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
     with pytest.raises(lowtide.CaptureError, match=rf"on the sample.*{kind.__name__}.*{shown}") as caught:

@@ -129,9 +129,15 @@ def _result(model: nn.Module, sample: Sample) -> Any:
         raise
     except Exception as error:
         raise SampleError(
-            f"the model failed on the sample with {_described(error)}; the sample is ({sample}); pass the "
-            "arguments of a training step: a tensor, a tuple of positional or a dict of keyword arguments"
+            f"the model, on {_places(model)}, failed on the sample with {_described(error)}; the sample is ({sample}); "
+            "pass the arguments of a training step: a tensor, a tuple of positional or a dict of keyword arguments"
         ) from error
+
+
+def _places(model: nn.Module) -> str:
+    """The devices of a model, for a message."""
+    found = {str(tensor.device): None for tensor in (*model.parameters(), *model.buffers())}
+    return " and ".join(found) or "no device"
 
 
 def _loss(loss: Callable[[Any], Any], result: Any) -> Any:

@@ -85,8 +85,13 @@ class Execution:
         )
         self._steps: StagedSteps | None = None
         if self.weights is not None and program.placement is not None:
-            self._steps = StagedSteps(self.weights, program.placement)
+            self._steps = StagedSteps(self.weights, program.placement, self._end_of_step)
         self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
+
+    def _end_of_step(self) -> None:
+        """The optimizer has made its step, which a schedule that moves weights includes."""
+        if self._clocks:
+            self._clocks[-1].stop()
 
     def install(self, handler: CallHandler) -> None:
         """From now on call `handler(plain, args, kwargs)` instead of the model."""

@@ -208,6 +208,7 @@ class RunningStep:
         if self._weights is not None:
             assert self.program.placement is not None
             self._weights.settle(self.program.placement.after_backward, fetch=False)
+            self._weights.arrive()
         if self._filled <= self._lowest() and self._on_end is not None:
             self.release()
             self._on_end()

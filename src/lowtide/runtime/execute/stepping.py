@@ -25,11 +25,11 @@ from lowtide.schedule import Update
 CUDA_IS_ALLOWED = False
 
 
-def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.optim.Optimizer | None) -> Weights:
-    """What a schedule may move besides activations.
+def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse to move the weights of a model where that does not work.
 
     Raises:
-        PlanError: where weights of this model cannot be moved.
+        PlanError: with the reason.
     """
     if any(parameter.device.type == "cuda" for parameter in model.parameters()) and not CUDA_IS_ALLOWED:
         raise PlanError(
@@ -44,15 +44,24 @@ def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.opti
         )
     if optimizer is None:
         raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not trained <= held:
-        name = next(names[key] for key in trained - held)
+    missing = next((name for key, name in trained.items() if key not in held), None)
+    if missing is not None:
         raise PlanError(
-            f"the optimizer does not have parameter {name!r}, so its state and steps cannot be followed; pass the one "
-            "optimizer that has all trained parameters, or freeze the others"
+            f"the optimizer does not have parameter {missing!r}, so its state and steps cannot be followed; pass the "
+            "one optimizer that has all trained parameters, or freeze the others"
         )
+
+
+def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.optim.Optimizer | None) -> Weights:
+    """What a schedule may move besides activations.
+
+    Raises:
+        PlanError: where weights of this model cannot be moved.
+    """
+    check_can_move(model, optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Weights(tier, movable_parameters(model, split), names, optimizer)
 
 
@@ -89,9 +98,11 @@ class StagedSteps:
     Args:
         weights: what is moved.
         placement: where values are between the parts of a step.
+        on_end: called after each step.
     """
 
-    def __init__(self, weights: Weights, placement: Placement) -> None:
+    def __init__(self, weights: Weights, placement: Placement, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
         assert weights.optimizer is not None
         self._weights = weights
         self._placement = placement
@@ -180,6 +191,7 @@ class StagedSteps:
             self._num_states = len(state)
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
                 state[parameter] = state.pop(parameter)
+        self._on_end()
 
     def _put_groups_back(self) -> None:
         if self._groups is not None:

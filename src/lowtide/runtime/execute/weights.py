@@ -27,14 +27,14 @@ MANAGED = ("w", "g", "opt")
 
 
 class _Item:
-    """One tensor of the user's, and its two places."""
+    """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
 
     __slots__ = ("memory", "mirror", "num_bytes", "storage", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, tier: Tier, mirror: Mirror | None) -> None:
+    def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.mirror = tier.mirror(tensor) if mirror is None else mirror
+        self.mirror = mirror
         if mirror is None and not tensor.untyped_storage().resizable():  # of a file, or another library
             tensor.data = torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(tensor)
         # of its own version: copies into it are no changes of the tensor
@@ -43,9 +43,17 @@ class _Item:
         if mirror is not None:
             self.storage.resize_(0)
 
+    def place(self, tier: Tier) -> Mirror:
+        """Its place on the lower tier."""
+        if self.mirror is None:
+            self.mirror = tier.mirror(self.memory)
+        return self.mirror
+
     @property
     def is_there(self) -> bool:
         """Whether the tensor has device memory: its own, or some that the user gave it."""
+        if self.mirror is None:
+            return True
         return bool(self.tensor.untyped_storage()._cdata != self.mirror.tensor.untyped_storage()._cdata)
 
     @property
@@ -81,7 +89,7 @@ class Parked:
         for tensor in self._tensors():
             known = self._items.get(id(tensor))
             if known is None:
-                known = _Item(tensor, self._tier, self._mirrors.pop(tensor.untyped_storage()._cdata, None))
+                known = _Item(tensor, self._mirrors.pop(tensor.untyped_storage()._cdata, None))
                 self._is_current = False
             found[id(tensor)] = known
         self._items = found
@@ -108,7 +116,7 @@ class Parked:
         if not there or self._is_current:
             return 0
         self._wait_for_leaving()
-        self._leaving = self._tier.copy_down([(item.tensor.data, item.mirror) for item in there])
+        self._leaving = self._tier.copy_down([(item.tensor.data, item.place(self._tier)) for item in there])
         self._is_current = True
         return sum(item.num_bytes for item in there)
 
@@ -121,7 +129,7 @@ class Parked:
             self._taken = None
         for item in self._items.values():
             if item.is_there:
-                item.tensor.data = item.mirror.tensor
+                item.tensor.data = item.place(self._tier).tensor
             item.storage.resize_(0)
         self.is_away = bool(self._items)
         return moved
@@ -135,7 +143,7 @@ class Parked:
             return 0
         for item in away:
             item.storage.resize_(item.num_bytes)
-        self._taken = self._tier.copy_up([(item.memory, item.mirror) for item in away])
+        self._taken = self._tier.copy_up([(item.memory, item.place(self._tier)) for item in away])
         self._arriving = (away, self._taken)
         return sum(item.num_bytes for item in away)
 

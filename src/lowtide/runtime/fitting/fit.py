@@ -65,6 +65,9 @@ def fit(
 ) -> Plan:
     """Make a model train within a memory budget: measure its stages, solve for the fastest schedule, attach it.
 
+    Call it inside the same autocast as your loop: precision decides what a step takes. Steps under another autocast
+    are planned for when they come, which takes as long as this call.
+
     Args:
         model: the model, on the device where it is trained; the object stays the same.
         sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments; or
@@ -75,7 +78,8 @@ def fit(
         bandwidth: bytes per second to host memory each way; None: measured; 0: no offloading.
         host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
             the schedule needs is taken.
-        optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state.
+        optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state. With
+            the optimizer itself, weights, gradients and optimizer state may live on the host, too (on the CPU so far).
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.

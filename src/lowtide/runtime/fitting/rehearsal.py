@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
-from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, optimizer_state_bytes
+from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
@@ -36,6 +36,7 @@ class TrainingStep:
         grads_resident: whether gradients are there from the beginning.
         keeps_result: whether the model's result is in hand while backward runs.
         kept_bytes: what is in hand of the last result until the next one is there, as in `output = model(x)`.
+        moved: the ids of parameters whose state is not on the device during forward and backward.
     """
 
     sample: Sample
@@ -44,6 +45,7 @@ class TrainingStep:
     grads_resident: bool
     keeps_result: bool
     kept_bytes: int = 0
+    moved: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def rehearse(
     holder.append(execution_for())
     let_go(device)
     set_aside_bytes = _gradient_bytes(model)
-    state = _state_to_come(model, step.optimizer)
+    state = _state_to_come(model, step)
     found = Cells(model.named_modules()).look()
     with preserved(model), torch.enable_grad():
         holder[0].install(call)
@@ -146,9 +148,8 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     del target
     if not step.keeps_result:
         del result
-    gradients = [
-        (leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in set(map(id, model.parameters()))
-    ]
+    own = set(map(id, model.parameters()))
+    gradients = [(leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in own]
     torch.clear_autocast_cache()  # as where an autocast block ends, before backward, and never grows with trials
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
     for leaf, gradient in gradients:  # tensors of the user's that nobody registered
@@ -167,14 +168,15 @@ def _set_gradients(model: nn.Module, *, resident: bool) -> None:
         parameter.grad = torch.zeros_like(parameter) if resident and parameter.requires_grad else None
 
 
-def _state_to_come(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+def _state_to_come(model: nn.Module, step: TrainingStep) -> list[torch.Tensor]:
     """Memory for the optimizer's state that is not there yet, in pieces like those that it will make.
 
     It is there and not merely added: what an allocator loses between blocks depends on all of them.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    planned = optimizer_state_bytes(optimizer, trainable)
-    missing = sum(planned.values()) - (existing_state_bytes(model, optimizer) - _gradient_bytes(model))
+    trainable = [p for p in model.parameters() if p.requires_grad and id(p) not in step.moved]
+    found = optimizer_state_bytes(step.optimizer, trainable)
+    planned = {id(parameter): found.get(id(parameter), 0) for parameter in trainable}
+    missing = sum(planned.values()) - state_bytes_there(step.optimizer, trainable)
     if missing <= 0:
         return []
     if missing < sum(planned.values()):

@@ -10,9 +10,19 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError, LowtideWarning, ScheduleError
+from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError
 from lowtide.runtime.compile.compiled import CompiledStages, many_compilations
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.fitting.moving import (
+    STRATEGY,
+    Moving,
+    counted,
+    host_bytes_of,
+    joint_solution,
+    moving_chain,
+    update_peak_bytes,
+    why_not,
+)
 from lowtide.runtime.fitting.planning import (
     Accept,
     Asked,
@@ -51,6 +61,11 @@ _LAYOUT_ADVICE = (
 )
 
 
+# Weights move where a step is predicted to take so much less than without, or than plain training takes: what copies
+# cost besides the link is in no chain.
+_WORTH_MOVING = 1.1
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A schedule for a model and a call, and what is known of it."""
@@ -65,6 +80,8 @@ class Planned:
     """By how much a trial step has corrected the prediction."""
     refusal: str = ""
     """Why no schedule stays within the budget, where this is the leanest."""
+    moving: Moving | None = None
+    """What weights are where they move."""
 
     @property
     def chain(self) -> Chain:
@@ -74,8 +91,11 @@ class Planned:
     def execution(self, model: nn.Module, settings: Settings) -> Execution:
         """The schedule, ready to be put in place."""
         schedule = self.solution.schedule
-        tier = tier_for(model, settings.host_memory_budget, host_bytes(self.chain, schedule))
-        return Execution(model, self.split, schedule, self.chain, tier, checks=settings.checks)
+        needed = host_bytes(self.chain, schedule)
+        needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
+        tier = tier_for(model, settings.host_memory_budget, needed)
+        optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
+        return Execution(model, self.split, schedule, self.chain, tier, checks=settings.checks, optimizer=optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +192,54 @@ def tried_schedule(
 ) -> Planned:
     """A schedule that a trial step has shown to stay within the budget, and the device to have the memory for.
 
-    At least `unknown_bytes` are left for what only real steps show. With `goes_on` the leanest, where there is none.
+    Weights move where nothing else stays within the budget, or where it is predicted to be faster. At least
+    `unknown_bytes` are left for what only real steps show. With `goes_on` the leanest, where there is none.
 
     Raises:
         InfeasibleBudgetError: where there is none, with the least budget that works.
+        PlanError: where a strategy that moves weights was asked for by name, and they cannot be.
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
+    reason = why_not(model, settings)
+    if reason and settings.strategy == STRATEGY:
+        raise PlanError(reason)
+    moving = None if reason else moving_chain(model, split, chain, settings)
     trials = _Trials(model, sample, split, chain, settings, unknown_bytes)
+    if moving is None:
+        return _accepted(trials, goes_on=goes_on)
+    with_weights = _Trials(model, sample, split, moving.chain, settings, unknown_bytes, moving)
+    if settings.strategy == STRATEGY or trials.asked.update_bytes > settings.memory_budget:
+        return _accepted(with_weights, goes_on=goes_on)
+    try:
+        planned = _accepted(trials)
+    except InfeasibleBudgetError as refused:
+        least = refused.minimum_bytes
+        try:
+            return _accepted(with_weights, goes_on=goes_on)
+        except InfeasibleBudgetError as error:
+            if error.minimum_bytes <= least:
+                raise
+        raise
+    return _faster(planned, with_weights, moving)
+
+
+def _faster(planned: Planned, with_weights: _Trials, moving: Moving) -> Planned:
+    """The plan, or one that also moves weights where that is predicted to take clearly less time."""
+    updates = sum(stage.update_seconds for stage in moving.chain.stages)
+    plain = planned.chain.compute_seconds
+    if planned.solution.seconds <= _WORTH_MOVING * plain:
+        return planned
+    found = with_weights.predicted()
+    if found is None or (found.seconds - updates) * _WORTH_MOVING > planned.solution.seconds:
+        return planned
+    try:
+        return _accepted(with_weights)
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
+        return planned
+
+
+def _accepted(trials: _Trials, *, goes_on: bool = False) -> Planned:
+    """What the policy accepts; see `tried_schedule`."""
     history = Attempts(replace(trials.asked, goes_on=goes_on))
     while isinstance(answer := next_attempt(history), Attempt):
         try:
@@ -199,8 +260,16 @@ class _Trials:
     """Solves and runs trial steps of one model; each attempt's schedule stays at hand."""
 
     def __init__(
-        self, model: nn.Module, sample: Sample, split: Split, chain: Chain, settings: Settings, unknown_bytes: int
+        self,
+        model: nn.Module,
+        sample: Sample,
+        split: Split,
+        chain: Chain,
+        settings: Settings,
+        unknown_bytes: int,
+        moving: Moving | None = None,
     ) -> None:
+        self._moving = moving
         self._model = model
         self._sample = sample
         self._split = split
@@ -218,8 +287,8 @@ class _Trials:
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
-            is_auto=settings.strategy == AUTO,
-            update_bytes=_optimizer_step_bytes(model, chain, settings),
+            is_auto=settings.strategy == AUTO and moving is None,
+            update_bytes=0 if moving is not None else _optimizer_step_bytes(model, chain, settings),
             rounding_bytes=rounding_bytes,
         )
 
@@ -240,26 +309,48 @@ class _Trials:
         found = Trial(solution.peak_bytes, solution.seconds, solution.trace.moved_bytes > 0)
         if not attempt.is_tried:
             return found
-        planned = Planned(self._split, solution, None, ())
+        planned = Planned(self._split, solution, None, (), moving=self._moving)
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
-        return replace(found, peak_bytes=measured.peak_bytes + self._unknown_bytes, seconds=measured.seconds)
+        peak_bytes = measured.peak_bytes + self._unknown_bytes
+        if self._moving is not None:  # a trial step has no optimizer's step, which would change the weights
+            peak_bytes = max(peak_bytes, update_peak_bytes(solution.trace, self._moving))
+        return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
         if attempt.again is not None:
             solution = self._solutions[attempt.again]
             assert solution is not None
             return solution
+        chain = corrected(self._chain, attempt.more_bytes)
+        if self._moving is not None:
+            return joint_solution(self._moving.with_chain(chain), settings)
         solve = leanest_solution if attempt.is_leanest else solution_for
-        return solve(corrected(self._chain, attempt.more_bytes), settings)
+        return solve(chain, settings)
+
+    def predicted(self) -> Solution | None:
+        """The schedule within the budget, if there is one; nothing is tried."""
+        try:
+            return self._solution(Attempt(self._settings.memory_budget), self._settings)
+        except InfeasibleBudgetError:
+            return None
 
     def planned(self, accept: Accept) -> Planned:
         """What was accepted."""
         solution = self._solutions[accept.index]
         assert solution is not None
         priced = solution.on(corrected(self._chain, accept.more_bytes))
+        if self._moving is not None:
+            priced = counted(priced, self._moving)
         notes = (*self._notes, *accept.notes)
         return Planned(
-            self._split, priced, accept.peak_bytes, notes, self._unknown_bytes, accept.more_bytes, accept.refusal
+            self._split,
+            priced,
+            accept.peak_bytes,
+            notes,
+            self._unknown_bytes,
+            accept.more_bytes,
+            accept.refusal,
+            self._moving,
         )
 
 
@@ -271,6 +362,7 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.grads_resident,
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
+        frozenset() if planned.moving is None else planned.moving.moved,
     )
     return rehearse(model, step, lambda: planned.execution(model, settings), num_timed=num_timed)
 

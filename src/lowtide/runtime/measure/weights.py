@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,11 +138,16 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
 
 def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """The bytes of gradients and optimizer state that already exist."""
-    total = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for parameter in model.parameters():
-            total += sum(_bytes_on(parameter.device, value) for value in optimizer.state.get(parameter, {}).values())
-    return total
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+    return gradients + state_bytes_there(optimizer, model.parameters())
+
+
+def state_bytes_there(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
+    """The bytes of optimizer state that some parameters already have."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    states = ((p.device, optimizer.state.get(p, {})) for p in parameters)
+    return sum(_bytes_on(device, value) for device, state in states for value in state.values())
 
 
 def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
@@ -193,6 +199,56 @@ def _temporary_bytes(
             optimizer.step()
             found = max(found, meter.peak_bytes - meter.live_bytes)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFigures:
+    """What an optimizer's step of one stage takes with everything on the device: its time, and the bytes that it uses
+    for its own duration.
+    """
+
+    seconds: float = 0.0
+    extra_bytes: int = 0
+
+
+def update_figures(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> UpdateFigures:
+    """Measure steps of such an optimizer on tensors like some parameters, which are gone afterwards."""
+    ids, found = {id(parameter) for parameter in parameters if parameter.requires_grad}, UpdateFigures()
+    for group in optimizer.param_groups:
+        own = [parameter for parameter in group["params"] if id(parameter) in ids]
+        if own:
+            measured = _measured_steps(partial(like_of, optimizer, group), own)
+            found = UpdateFigures(found.seconds + measured.seconds, max(found.extra_bytes, measured.extra_bytes))
+    return found
+
+
+def _measured_steps(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], like: list[nn.Parameter]
+) -> UpdateFigures:
+    tensors = [nn.Parameter(torch.zeros_like(parameter)) for parameter in like]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer, device, seconds = make(tensors), tensors[0].device, []
+    optimizer.step()  # makes the state
+    with Meter(device, search=False) as meter:
+        for each in (*tensors, *(tensor.grad for tensor in tensors), *_state_of(optimizer)):
+            assert each is not None
+            meter.see(each)
+        there_bytes = meter.live_bytes
+        meter.reset_peak()
+        optimizer.step()
+        extra_bytes = meter.peak_bytes - there_bytes
+    for _ in range(2):
+        begin = _now(device)
+        optimizer.step()
+        seconds.append(_now(device) - begin)
+    return UpdateFigures(min(seconds), extra_bytes)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

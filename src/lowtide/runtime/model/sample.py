@@ -81,7 +81,7 @@ def _copied(generator: Any) -> Any:
 def _described(value: Any) -> str:
     """Format an argument for an error message."""
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     plain = value is None or isinstance(value, str | int | float | bool)
     return shown(value) if plain else type(value).__name__
 

@@ -173,14 +173,14 @@ def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_by
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:
-    """The most that the lower tier must hold: every offloaded value, once."""
+    """The most that the lower tier must hold of activations: every offloaded one, once."""
     values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
     total = 0
     for kind, k in values:
         stage = chain.stages[k - 1] if k else None
         if kind == "a":
             total += rounded(chain.activation_bytes(k))
-        elif stage is not None:
+        elif kind == "abar" and stage is not None:
             total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
     return total
 

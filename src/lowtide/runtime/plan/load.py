@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.chain import Chain
@@ -15,19 +16,26 @@ from lowtide.files import read_json
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.plan.attach import check_is_model, check_legal, host_bytes, tier_for
+from lowtide.runtime.plan.attach import check_is_model, check_legal, check_steps_alone, host_bytes, tier_for
 from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, fingerprint
 from lowtide.schedule import Schedule
 
 
-def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
+def load_plan(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    host_memory_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Plan:
     """Attach a plan that was saved with `plan.save`.
 
     Args:
         path: the file.
         model: the same model as then, on the same kind of device.
         host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
+        optimizer: the optimizer of all trained parameters, for a plan that moves weights.
 
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
@@ -35,12 +43,18 @@ def load_plan(path: str | os.PathLike[str], model: nn.Module, *, host_memory_bud
     """
     values = read_json(path, PlanError)
     try:
-        return plan_from_dict(values, model, host_memory_budget=host_memory_budget)
+        return plan_from_dict(values, model, host_memory_budget=host_memory_budget, optimizer=optimizer)
     except (PlanError, ChainError, ScheduleError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from None
 
 
-def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | str | None = None) -> Plan:
+def plan_from_dict(
+    values: Any,
+    model: nn.Module,
+    *,
+    host_memory_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
     check_is_model(model)
     if not isinstance(values, Mapping):
@@ -63,7 +77,9 @@ def plan_from_dict(values: Any, model: nn.Module, *, host_memory_budget: int | s
         previous.detach()
     compiled = None if compilation is None else compilation.of(model, split)
     try:
-        execution = Execution(model, split, schedule, chain, tier)
+        if schedule.manages:
+            check_steps_alone(optimizer)
+        execution = Execution(model, split, schedule, chain, tier, optimizer=optimizer)
     except BaseException:
         if compiled is not None:
             compiled.remove()

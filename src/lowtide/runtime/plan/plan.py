@@ -56,7 +56,9 @@ class Stats:
     num_steps: int
     predicted_seconds: float | None
     measured_seconds: float | None
-    """From the start of forward to the end of backward, the median of the last steps."""
+    """From the start of forward to the end of backward, the median of the last steps; where weights move, to the end of
+    the optimizer's step.
+    """
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
     """Of real steps since the last schedule was made: on CUDA the allocator's peak, unless it was reset; on the CPU the
@@ -420,6 +422,8 @@ class Plan:
         """Whether gradients are there, when a forward begins, for which the part leaves no room."""
         part = self._part
         if part.grads_resident or self._planner is None or part.memory_budget is None:
+            return False
+        if part.execution.weights is not None:  # they leave the device when a forward begins
             return False
         if not any(parameter.grad is not None for parameter in self._parameters):
             return False

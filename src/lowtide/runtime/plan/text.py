@@ -9,13 +9,19 @@ from typing import Protocol
 
 from lowtide.chain import Chain
 from lowtide.runtime.model.split import Split
-from lowtide.schedule import Backward, Forward, Offload, Schedule
+from lowtide.schedule import Backward, Forward, Offload, Release, Schedule
 from lowtide.simulate import simulate
 from lowtide.trace import CATEGORIES, Trace
 from lowtide.units import format_bytes, format_seconds
 
 _WIDTH = 100
 _INDENT = " " * 13
+# What may live on the host besides activations.
+_PARKED = (
+    ("w", "weights", "weight_bytes"),
+    ("g", "gradients", "weight_grad_bytes"),
+    ("opt", "optimizer state", "optimizer_bytes"),
+)
 
 
 class Figures(Protocol):
@@ -72,7 +78,9 @@ def plan_text(
         plain = simulate(chain, _plain(chain))
         lines.append(f"  plain      {_figures(plain.seconds, plain.peak_bytes)}, everything stored")
     if trace is not None and chain is not None:
-        lines.append(f"  at peak    {_breakdown(trace, chain)}")
+        lines.append(f"  at peak    {_breakdown(trace, chain, moves_weights=bool(schedule.manages))}")
+    if schedule.manages and chain is not None:
+        lines.append(f"  on host    {_parked(schedule, chain)}; fetched when they are needed")
     measured = _figures(stats.measured_seconds, stats.measured_peak_bytes)
     if measured:
         lines.append(f"  measured   {measured} ({_when(stats.num_steps)})")
@@ -92,10 +100,31 @@ def _plain(chain: Chain) -> Schedule:
     return Schedule("store-all", (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))))
 
 
-def _breakdown(trace: Trace, chain: Chain) -> str:
+def _parked(schedule: Schedule, chain: Chain) -> str:
+    """How much of what leaves the device between its uses."""
+    released = {operation.value for operation in schedule.operations if isinstance(operation, Release)}
+    parts = []
+    for kind, name, field in _PARKED:
+        sizes = {k: getattr(stage, field) for k, stage in enumerate(chain.stages, start=1)}
+        away = sum(num_bytes for k, num_bytes in sizes.items() if (kind, k) in released)
+        if away:
+            parts.append(f"{name} {format_bytes(away)} of {format_bytes(sum(sizes.values()))}")
+    return ", ".join(parts) or "nothing"
+
+
+def _breakdown(trace: Trace, chain: Chain, *, moves_weights: bool) -> str:
     """What fills the memory when it is fullest."""
     fullest = max(trace.steps, key=lambda step: step.peak_bytes)
     by_name = dict(zip(CATEGORIES, fullest.peak_by_category, strict=True))
+    if moves_weights:
+        parts = {
+            "weights and optimizer": by_name.pop("weights"),
+            "gradients": by_name.pop("gradients"),
+            "other": by_name.pop("base"),
+            "activations": sum(by_name.values()),
+            "workspace": fullest.transient_bytes,
+        }
+        return ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     weights = sum(stage.weight_bytes for stage in chain.stages)
     state = sum(stage.optimizer_bytes for stage in chain.stages)
     other = by_name.pop("base") + by_name.pop("weights") - weights - state  # a schedule of activations moves neither
@@ -139,7 +168,7 @@ def _when(num_steps: int) -> str:
 
 def _what_happens(schedule: Schedule, split: Split) -> list[str]:
     forwards = Counter(op.stage for op in schedule.operations if isinstance(op, Forward))
-    moved = {op.stage for op in schedule.operations if isinstance(op, Offload)}
+    moved = {op.stage for op in schedule.operations if isinstance(op, Offload) and op.kind in ("a", "abar")}
     repeated = {k for k, count in forwards.items() if count > 1}
     kept = [k for k in range(1, split.num_stages + 1) if k not in repeated and k not in moved]
     last = max((i for i, op in enumerate(schedule.operations) if isinstance(op, Backward)), default=0)

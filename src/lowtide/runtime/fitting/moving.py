@@ -1,0 +1,193 @@
+"""Plans that move weights, weight gradients and optimizer state as well: what counts, and where that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lowtide.chain import Chain
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
+from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.measure.weights import UpdateFigures, optimizer_state_bytes, update_figures
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.plan.attach import check_steps_alone, host_bytes
+from lowtide.runtime.transfer.arena import rounded
+from lowtide.schedule import Offload, Predicted, Release, Update, Value
+from lowtide.solve import Solution, solve
+from lowtide.strategies.base import AUTO
+from lowtide.trace import Trace
+from lowtide.units import format_bytes
+
+STRATEGY = "joint"
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """A chain whose weights may move.
+
+    Args:
+        chain: parameters that stay on the device (those that two stages share) are in its base.
+        step_bytes: what the optimizer's step of each stage takes for its own duration.
+        rest_bytes: the same for the parameters that stay.
+        mirror_bytes: the room of each value on the lower tier.
+        moved: the ids of the parameters that may move.
+    """
+
+    chain: Chain
+    step_bytes: tuple[int, ...]
+    rest_bytes: int
+    mirror_bytes: Mapping[Value, int]
+    moved: frozenset[int]
+
+    def with_chain(self, chain: Chain) -> Moving:
+        """The same with other figures of the stages."""
+        return replace(self, chain=chain)
+
+
+def why_not(model: nn.Module, settings: Settings) -> str:
+    """Why weights of a model cannot be moved; empty if they can."""
+    if settings.strategy not in (AUTO, STRATEGY):
+        return f"strategy {settings.strategy!r} moves activations alone"
+    if not settings.bandwidth:
+        return "nothing is offloaded (bandwidth=0)"
+    if not isinstance(settings.optimizer, torch.optim.Optimizer):
+        return "the optimizer itself is not known; pass it with optimizer="
+    if settings.compilation is not None:
+        return "stages are compiled"
+    try:
+        check_can_move(model, settings.optimizer)
+        check_steps_alone(settings.optimizer)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Settings) -> Moving:
+    """What a chain is where its weights move, with the times of the optimizer's steps."""
+    optimizer, movable = settings.optimizer, movable_parameters(model, split)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    state_bytes = optimizer_state_bytes(optimizer, model.parameters())
+    moved = frozenset(id(parameter) for own in movable.values() for parameter in own)
+    stages, step_bytes, mirrors, known = [], [], dict[Value, int](), dict[tuple[object, ...], UpdateFigures]()
+    for k, stage in enumerate(chain.stages, start=1):
+        own = movable[k]
+        trained = [parameter for parameter in own if parameter.requires_grad]
+        kind = tuple((tuple(parameter.shape), parameter.dtype) for parameter in trained)
+        if kind not in known:
+            known[kind] = update_figures(optimizer, trained)
+        stages.append(
+            replace(
+                stage,
+                weight_bytes=_num_bytes(own),
+                weight_grad_bytes=_num_bytes(trained),
+                optimizer_bytes=sum(state_bytes.get(id(parameter), 0) for parameter in trained),
+                update_seconds=known[kind].seconds,
+            )
+        )
+        step_bytes.append(known[kind].extra_bytes)
+        mirrors["w", k] = sum(map(_room, own))
+        mirrors["g", k] = sum(map(_room, trained))
+        # State has the parameter's shape, or is so small that a block of the tier holds it.
+        mirrors["opt", k] = sum(rounded(state_bytes.get(id(p), 0)) + 4 * rounded(1) for p in trained)
+    staying = chain.fixed_bytes - sum(s.weight_bytes + s.optimizer_bytes for s in stages)
+    gradients = sum(s.weight_grad_bytes for s in chain.stages) - sum(s.weight_grad_bytes for s in stages)
+    base_bytes = staying + (-sum(s.weight_grad_bytes for s in stages) if chain.grads_resident else gradients)
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in moved]
+    found = replace(chain, base_bytes=max(0, base_bytes), stages=tuple(stages))
+    return Moving(found, tuple(step_bytes), update_figures(optimizer, rest).extra_bytes, mirrors, moved)
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return rounded(tensor.numel() * tensor.element_size())
+
+
+def joint_solution(moving: Moving, settings: Settings) -> Solution:
+    """The fastest schedule found within the budgets of device and host, the optimizer's own memory included.
+
+    Raises:
+        InfeasibleBudgetError: with the least budget that works.
+    """
+    budget, least = settings.memory_budget, _least(moving, settings)
+    if budget < least.peak_bytes:
+        raise InfeasibleBudgetError(
+            f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(least.peak_bytes)} "
+            f"({least.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the "
+            "host; raise it",
+            minimum_bytes=least.peak_bytes,
+        )
+    solution = least
+    for left in (budget, budget - max(*moving.step_bytes, moving.rest_bytes)):  # the second has room for any step
+        if left <= least.memory_budget:
+            break
+        found = _solved(moving, settings, left)
+        if found.peak_bytes <= budget:
+            solution = found
+            break
+    _check_host(moving, solution, settings)
+    return replace(solution, memory_budget=budget)
+
+
+def _least(moving: Moving, settings: Settings) -> Solution:
+    """The leanest schedule."""
+    try:
+        return _solved(moving, settings, 1)
+    except InfeasibleBudgetError as error:
+        return _solved(moving, settings, error.minimum_bytes)
+
+
+def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
+    solution = solve(
+        moving.chain,
+        memory_budget=budget,
+        strategy=STRATEGY,
+        bandwidth=settings.bandwidth,
+        slots=settings.slots,
+        progress=settings.progress,
+    )
+    return counted(solution, moving)
+
+
+def counted(solution: Solution, moving: Moving) -> Solution:
+    """A solution whose peak has what the optimizer's steps take for their own duration."""
+    trace = solution.trace
+    peak_bytes = max(trace.peak_bytes, update_peak_bytes(trace, moving))
+    predicted = Predicted(trace.seconds, peak_bytes, trace.idle_seconds)
+    return replace(
+        solution,
+        trace=replace(trace, peak_bytes=peak_bytes),
+        schedule=replace(solution.schedule, predicted=predicted),
+    )
+
+
+def update_peak_bytes(trace: Trace, moving: Moving) -> int:
+    """The peak of the optimizer's step."""
+    steps = [step for step in trace.steps if isinstance(step.operation, Update)]
+    rest = trace.steps[-1].stored_after_bytes + moving.rest_bytes
+    return max((step.peak_bytes + moving.step_bytes[step.operation.stage - 1] for step in steps), default=rest)
+
+
+def host_bytes_of(moving: Moving, solution: Solution) -> int:
+    """What the lower tier must hold for weights, gradients and optimizer state: all gradients, and what leaves."""
+    operations = solution.schedule.operations
+    leaving = {operation.value for operation in operations if isinstance(operation, Offload | Release)}
+    updated = {("g", operation.stage) for operation in operations if isinstance(operation, Update)}
+    return sum(moving.mirror_bytes.get(value, 0) for value in leaving | updated)
+
+
+def _check_host(moving: Moving, solution: Solution, settings: Settings) -> None:
+    limit = settings.host_memory_budget
+    needed = host_bytes_of(moving, solution) + host_bytes(moving.chain, solution.schedule)
+    if limit is not None and needed > limit:
+        raise InfeasibleBudgetError(
+            f"host_memory_budget {format_bytes(limit)} ({limit} bytes) is below the {format_bytes(needed)} ({needed} "
+            "bytes) that weights, gradients and optimizer state take there within this memory_budget; raise either",
+            minimum_bytes=settings.memory_budget,
+        )

@@ -1,0 +1,199 @@
+"""`fit` where weights, gradients and optimizer state do not fit the budget: they live on the host."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.training import Numbers, assert_equal, seed_all
+from torch import nn
+
+import lowtide
+from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.runtime.fitting import trials
+from lowtide.runtime.meter import Meter
+from lowtide.units import format_bytes
+
+WIDTH, NUM_BLOCKS = 192, 3
+LINK = "2GB/s"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Tied(nn.Module):
+    """Embeds and classifies with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        self.head = nn.Linear(WIDTH, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+def square(y: torch.Tensor) -> torch.Tensor:
+    return (y**2).mean()
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def made(model_of: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = model_of()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def batch(model_of: Any, num_rows: int = 32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if model_of is tied:
+        return torch.randint(32, (num_rows,), generator=generator)
+    return torch.randn(num_rows, WIDTH, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, num_steps: int = 4) -> Numbers:
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=3)
+    seed_all(1)
+    numbers: Numbers = {}
+    for index in range(num_steps):
+        loss = square(model(x))
+        loss.backward()
+        numbers[f"{index} norm"] = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        numbers[f"{index} loss"] = loss.detach()
+    numbers |= {f"parameter {name}": p.detach().clone() for name, p in model.named_parameters()}
+    for index, state in enumerate(optimizer.state.values()):
+        numbers |= {f"state {index} {name}": value.clone() for name, value in state.items()}
+    return numbers
+
+
+def others_bytes() -> int:
+    """What this process holds besides a model that is yet to be made: a budget on the CPU counts it, too."""
+    gc.collect()
+    with Meter("cpu") as meter:
+        return meter.live_bytes
+
+
+def fitted(
+    model_of: Any, own_bytes: int, num_rows: int = 32, **settings: Any
+) -> tuple[lowtide.Plan, torch.optim.Optimizer]:
+    """A plan within so many bytes beside what others hold."""
+    budget = max(1000, others_bytes() + own_bytes)
+    model, optimizer = made(model_of)
+    settings = {"bandwidth": LINK, "loss": square, "optimizer": optimizer, **settings}
+    return lowtide.fit(model, batch(model_of, num_rows), memory_budget=budget, **settings), optimizer
+
+
+def least_budget(model_of: Any) -> int:
+    others = others_bytes()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fitted(model_of, -others)
+    return caught.value.minimum_bytes - others
+
+
+def resident_bytes(model_of: Any) -> int:
+    return 4 * sum(parameter.numel() * parameter.element_size() for parameter in model_of().parameters())
+
+
+@pytest.mark.parametrize("model_of", [blocks, tied])
+def test_a_model_whose_weights_do_not_fit_trains_with_equal_numbers_within_the_budget(model_of):
+    expected = train(*made(model_of), batch(model_of))
+    least, resident = least_budget(model_of), resident_bytes(model_of)
+    assert least < resident / 2
+    for own_bytes in (least, (least + resident) // 2):
+        plan, optimizer = fitted(model_of, own_bytes)
+        with plan:
+            assert plan.schedule.strategy == "joint"
+            got = train(plan.model, optimizer, batch(model_of))
+            stats = plan.stats()
+            # the generators' states, which are there while stages are measured, are all that is counted in vain
+            assert 0 <= stats.predicted_peak_bytes - stats.measured_peak_bytes <= 10_000
+            assert stats.measured_peak_bytes <= plan.memory_budget
+            assert stats.moved_bytes_per_step > 0
+        assert_equal(got, expected)
+        del plan, optimizer, got
+
+
+def test_it_says_what_lives_where():
+    plan, _ = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        text = str(plan)
+    state = 2 * sum(p.numel() * p.element_size() for p in plan.model.parameters())
+    assert "  on host    " in text
+    assert f"of {format_bytes(state)[:3]}" in text  # of the state there are some bytes more, the numbers of steps
+    assert "-" not in text.split("at peak")[1].split("on host")[0]  # nothing is negative
+
+
+def test_a_host_budget_is_refused_with_the_least_that_works():
+    own_bytes = resident_bytes(blocks) // 2
+    with pytest.raises(InfeasibleBudgetError, match="host_memory_budget 97") as caught:
+        fitted(blocks, own_bytes, host_memory_budget="100kB")
+    needed = int(str(caught.value).split("is below the")[1].split("(")[1].split()[0])
+    plan, optimizer = fitted(blocks, own_bytes, host_memory_budget=needed)
+    with plan:
+        train(plan.model, optimizer, batch(blocks))
+        assert plan._part.execution.machine.tier.capacity_bytes <= needed
+
+
+def test_weights_move_where_that_is_faster(monkeypatch):
+    """Activations alone fit with much recomputation; with the optimizer's state on the host less is recomputed."""
+    monkeypatch.setattr(trials, "_WORTH_MOVING", 1.0)
+    others = others_bytes()
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fitted(blocks, -others, 1000, strategy="rotor")
+    plan, _ = fitted(blocks, caught.value.minimum_bytes - others, 1000, bandwidth="1000GB/s")
+    with plan:
+        assert plan.schedule.strategy == "joint"
+
+
+def test_without_the_optimizer_weights_stay():
+    own_bytes = resident_bytes(blocks) // 2
+    with pytest.raises(InfeasibleBudgetError):
+        fitted(blocks, own_bytes, optimizer="adamw")
+    with pytest.raises(PlanError, match="pass it with optimizer="):
+        fitted(blocks, own_bytes, strategy="joint", optimizer="adamw")
+
+
+def test_a_plan_file(tmp_path):
+    expected = train(*made(blocks), batch(blocks))
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        plan.save(tmp_path / "plan.json")
+    model = plan.model
+    with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
+        lowtide.load_plan(tmp_path / "plan.json", model)
+    with lowtide.load_plan(tmp_path / "plan.json", model, optimizer=optimizer):
+        assert_equal(train(model, optimizer, batch(blocks)), expected)
+
+
+def test_larger_batches_are_planned_for():
+    x = batch(blocks)
+    given = (x, torch.cat([x, x]), x)
+    plain, plain_optimizer = made(blocks)
+    expected = [train(plain, plain_optimizer, each, 2) for each in given]
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        for each, numbers in zip(given, expected, strict=True):
+            assert_equal(train(plan.model, optimizer, each, 2), numbers)
+        assert plan.num_shapes == 2
