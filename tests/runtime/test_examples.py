@@ -43,6 +43,14 @@ def test_the_image_classifier():
     assert re.search(NOT_ALL_KEPT, text)
 
 
+def test_weights_on_the_host():
+    text = run("examples/weights_on_host.py", "--tiny")
+    assert "step 2: loss" in text
+    assert "strategy 'joint'" in text
+    assert "on host    weights" in text
+    assert "saved and loaded" in text
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="transformers' Trainer needs accelerate")
 def test_the_trainer():
     text = run("examples/trainer_finetuning.py", "--tiny")

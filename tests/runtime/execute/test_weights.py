@@ -215,6 +215,36 @@ def test_writes_to_weights_that_stay_on_the_device_between_steps():
             assert_equal(train(model, optimizer, after_step=clamp), expected)
 
 
+class Clamped(nn.Linear):
+    """Writes to its own weight in each forward, past any version."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def test_a_stage_that_writes_to_its_own_weights():
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), Clamped(8, 8), nn.Tanh())
+
+    compare(model_of=model_of)
+
+
+def test_autocast():
+    def model_of() -> nn.Sequential:
+        class Cast(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return super().forward(x)
+
+        torch.manual_seed(0)
+        return Cast(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(4)))
+
+    compare(model_of=model_of)
+    compare(model_of=model_of, base=recomputing(4))
+
+
 def test_a_scheduler_and_groups_with_their_own_weight_decay():
     def train_with_scheduler(model: nn.Module, plan_of: Callable[[Any], Any]) -> Numbers:
         parameters = list(model.parameters())

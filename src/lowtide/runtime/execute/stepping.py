@@ -62,11 +62,13 @@ def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.opti
     """
     check_can_move(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return Weights(tier, movable_parameters(model, split), names, optimizer)
+    return Weights(tier, movable_parameters(model, split, tier.smallest_bytes), names, optimizer)
 
 
-def movable_parameters(model: nn.Module, split: Split) -> dict[int, list[nn.Parameter]]:
-    """The parameters of each stage that are in no other stage's modules, and all of their memory."""
+def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> dict[int, list[nn.Parameter]]:
+    """The parameters of each stage that are in no other stage's modules, and all of their memory; smaller ones than
+    `smallest_bytes` stay.
+    """
     by_stage: dict[int, list[nn.Parameter]] = {k: [] for k in range(1, split.num_stages + 1)}
     stages: dict[int, set[int]] = {}
     inside: set[int] = set()
@@ -87,6 +89,7 @@ def movable_parameters(model: nn.Module, split: Split) -> dict[int, list[nn.Para
 
     def can_move(parameter: nn.Parameter) -> bool:
         is_own = len(stages[id(parameter)]) == 1 and id(parameter) not in outside
+        is_own = is_own and parameter.numel() * parameter.element_size() >= smallest_bytes
         return is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
 
     return {k: [parameter for parameter in own if can_move(parameter)] for k, own in by_stage.items()}

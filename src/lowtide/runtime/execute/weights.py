@@ -25,6 +25,9 @@ from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
+# How often weights that leave with a current mirror are compared with it: after a forward, and after a backward.
+_NUM_COMPARED = 2
+
 
 class _Item:
     """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
@@ -79,6 +82,8 @@ class Parked:
         self.is_away = False
         """Whether it has left and not arrived since."""
         self._is_current = False  # whether the mirrors hold what the device holds
+        self._num_compared = 0
+        self._is_written = False
         self._leaving: Ticket | None = None
         self._arriving: tuple[list[_Item], Ticket] | None = None
         self._taken: Ticket | None = None  # of the device memory that was filled last
@@ -122,6 +127,11 @@ class Parked:
 
     def leave(self) -> int:
         """Free the device memory, copying first what has no current mirror; returns the bytes copied."""
+        self.arrive()
+        if self._is_current and self._num_compared < _NUM_COMPARED:
+            self._compare()
+        if self._is_written:
+            self._is_current = False
         moved = self.offload()
         self._wait_for_leaving()
         if self._taken is not None:
@@ -133,6 +143,15 @@ class Parked:
             item.storage.resize_(0)
         self.is_away = bool(self._items)
         return moved
+
+    def _compare(self) -> None:
+        """See whether the stage itself writes to its weights (`weight.data.clamp_(0)` in a forward), which no version
+        tells: then they are copied whenever they leave.
+        """
+        self._num_compared += 1
+        self._wait_for_leaving()
+        there = [item for item in self._items.values() if item.is_there and item.mirror is not None]
+        self._is_written |= not all(torch.equal(item.tensor.data, item.place(self._tier).tensor) for item in there)
 
     def prefetch(self) -> int:
         """Take device memory and queue copies from the mirrors; returns their bytes."""
@@ -321,7 +340,8 @@ class Weights:
         for parameter in parameters:
             state = self.optimizer.state.get(parameter, {})
             for value in state.values() if isinstance(state, Mapping) else ():
-                if isinstance(value, torch.Tensor) and value.device == parameter.device and is_whole(value):
+                is_there = isinstance(value, torch.Tensor) and value.device == parameter.device
+                if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
                     yield value
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
@@ -425,6 +445,7 @@ class Weights:
                 "the device has no room for all weights, gradients and optimizer state; what did not fit is still in "
                 "host memory, where every operation can use it, slowly"
             ) from None
+        self._tier.finish()
 
     def check(self) -> None:
         """Refuse parameters that were moved or given other memory while lowtide looks after theirs.

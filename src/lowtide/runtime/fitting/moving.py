@@ -14,8 +14,10 @@ from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.weights import UpdateFigures, optimizer_state_bytes, update_figures
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.plan.attach import check_steps_alone, host_bytes
+from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
+from lowtide.runtime.transfer.file_tier import FileTier
+from lowtide.runtime.transfer.pinned_tier import PinnedTier
 from lowtide.schedule import Offload, Predicted, Release, Update, Value
 from lowtide.solve import Solution, solve
 from lowtide.strategies.base import AUTO
@@ -68,7 +70,8 @@ def why_not(model: nn.Module, settings: Settings) -> str:
 
 def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Settings) -> Moving:
     """What a chain is where its weights move, with the times of the optimizer's steps."""
-    optimizer, movable = settings.optimizer, movable_parameters(model, split)
+    smallest_bytes = (PinnedTier if device_of(model).type == "cuda" else FileTier).smallest_bytes
+    optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes)
     assert isinstance(optimizer, torch.optim.Optimizer)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())
     moved = frozenset(id(parameter) for own in movable.values() for parameter in own)

@@ -53,6 +53,9 @@ class Tier(Protocol):
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
         """Queue copies of tensors to their places; the tensors stay until the ticket has been waited for."""
 
+    def finish(self) -> None:
+        """Wait until all copies have ended: their memory may be given back afterwards."""
+
     def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
         """Queue copies into tensors from their places."""
 

@@ -169,6 +169,9 @@ class FileTier:
             )
         return _FileTicket(self._reader.submit(_read_mirrors, [(mirror, t.data_ptr()) for t, mirror in pairs]))
 
+    def finish(self) -> None:
+        """Whoever waited for a copy has waited until its end."""
+
     def close(self) -> None:
         """End the threads; what is stored can no longer be read."""
         self._writer.shutdown(wait=True)

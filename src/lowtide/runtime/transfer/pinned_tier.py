@@ -198,10 +198,14 @@ class PinnedTier:
             mirror.last_copy = event
         return _PinnedTicket(event, self._device)
 
-    def close(self) -> None:
-        """Wait for copies under way; the memory is freed when nothing refers to it."""
+    def finish(self) -> None:
+        """Wait until all copies have ended."""
         self.to_host.synchronize()
         self.to_device.synchronize()
+
+    def close(self) -> None:
+        """Wait for copies under way; the memory is freed when nothing refers to it."""
+        self.finish()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
