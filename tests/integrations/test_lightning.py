@@ -60,11 +60,13 @@ class Recorder(lightning.pytorch.loggers.Logger):  # type: ignore[misc, name-def
         """Nothing."""
 
 
-def trained(how: str, callbacks: list[Any], resume: str | None = None, **settings: Any) -> tuple[Regression, Recorder]:
+def trained(
+    how: str, callbacks: list[Any], resume: str | None = None, loader: Any = None, **settings: Any
+) -> tuple[Regression, Recorder]:
     module, recorder = Regression(how), Recorder()
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
-    loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+    loader = loader or torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
     trainer = lightning.Trainer(
         max_steps=4,
         accelerator="cpu",
@@ -127,3 +129,24 @@ def test_training_that_is_saved_and_resumed(tmp_path: Path) -> None:
     ):
         assert all(map(torch.equal, found, expected))
     assert [callback.plan.stats().num_steps for callback in planned] == [4, 2]
+
+
+class Growing(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Rows in batches of different sizes, the largest not first."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(8 + 8 * (index % 3), WIDTH)
+
+
+@pytest.mark.parametrize("how", ["itself", "its network"])
+def test_the_sample_is_the_largest_of_a_few_batches(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    callback = lowtide.LightningCallback("1GiB", bandwidth=0)
+    loader = torch.utils.data.DataLoader(Growing(), batch_size=1, collate_fn=list)
+    with caplog.at_level("INFO", "lowtide"):
+        trained(how, [callback], loader=loader)
+    assert callback.plan.signature.tensors[0][0] == (24, WIDTH)
+    assert callback.plan.num_shapes == 1
+    assert not [record for record in caplog.records if "planned again" in record.message]

@@ -86,9 +86,11 @@ def budget() -> int:
     return int(0.55 * found.plain.peak_bytes + 0.45 * found.minimum_bytes) + 2 * weights
 
 
-def test_the_sample_is_the_largest_of_a_few_batches(tmp_path: Path) -> None:
+def test_the_sample_is_the_largest_of_a_few_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     callback = lowtide.TransformersCallback("1GiB", bandwidth=0)
-    trained(tmp_path, [callback])
+    with caplog.at_level("INFO", "lowtide"):
+        trained(tmp_path, [callback])
+    assert not [record for record in caplog.records if "planned again" in record.message]
     assert callback.plan.signature is not None
     assert "24" in str(callback.plan.signature.to_dict())
 

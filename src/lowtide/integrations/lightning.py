@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.data import DataLoader
 
 from lowtide.errors import PlanError
 from lowtide.integrations.planned import BudgetedTraining
+from lowtide.runtime.fitting.loader import largest_batch_of
 from lowtide.runtime.model.sample import Sample
 
 try:
@@ -20,8 +24,9 @@ class LightningCallback(Callback):
     """Keeps the training steps of a LightningModule within a memory budget.
 
     What is planned for is the network that `training_step` calls first: the LightningModule itself (`self(x)`) or one
-    of its children (`self.network(x)`); the plan is made in that call, under the Trainer's precision. Accumulation and
-    the optimizer are taken from the Trainer. Predicted and measured figures go to its loggers (`lowtide/...`). When
+    of its children (`self.network(x)`); the plan is made in that call, under the Trainer's precision, for the largest
+    of a few batches where the network is called with tensors of the batch. Accumulation and the optimizer are taken
+    from the Trainer. Predicted and measured figures go to its loggers (`lowtide/...`). When
     training ends, the module is as it was.
 
     Args:
@@ -36,6 +41,7 @@ class LightningCallback(Callback):
 
     def __init__(self, memory_budget: int | str | None = None, *, module: str | None = None, **options: Any) -> None:
         self._module = module
+        self._batch: Any = None
         self._planned = BudgetedTraining(memory_budget, options)
 
     @property
@@ -49,7 +55,8 @@ class LightningCallback(Callback):
 
         def sample_for(module: nn.Module, sample: Sample) -> Sample:
             _check_holds_all(pl_module, module, self._module)
-            return sample
+            batch, self._batch = self._batch, None
+            return with_largest(sample, batch, trainer.train_dataloader)
 
         self._planned.wait_for(
             self._candidates(pl_module),
@@ -67,6 +74,11 @@ class LightningCallback(Callback):
             names = ", ".join(repr(name) for name, _ in pl_module.named_children())
             raise PlanError(f"module={self._module!r} is not a submodule; this LightningModule has {names}") from None
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Note the batch from which the first call's arguments are taken."""
+        if self._planned.is_waiting:
+            self._batch = batch
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the figures as often as the Trainer logs."""
         if trainer.global_step % max(1, trainer.log_every_n_steps) == 0:
@@ -81,6 +93,27 @@ class LightningCallback(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Detach the plan."""
         self._planned.detach()
+
+
+def with_largest(sample: Sample, batch: Any, loader: Any) -> Sample:
+    """A call with the tensors of the largest of a few batches in place of the current batch's own, where all of its
+    tensors are those.
+    """
+    if not isinstance(loader, DataLoader):
+        return sample
+    now, form = tree_flatten(batch)
+    largest, largest_form = tree_flatten(largest_batch_of(loader))
+    others: dict[int, torch.Tensor] = {id(one): other for one, other in zip(now, largest, strict=False)}
+    if form != largest_form or not all(isinstance(others.get(id(t)), torch.Tensor) for t in sample.tensors()):
+        return sample
+    if sum(others[id(t)].nbytes for t in sample.tensors()) <= sum(t.nbytes for t in sample.tensors()):
+        return sample
+
+    def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+        return others[id(tensor)].to(tensor.device, tensor.dtype)
+
+    args, kwargs = tree_map_only(torch.Tensor, exchanged, (sample.args, dict(sample.kwargs)))
+    return Sample(args, kwargs)
 
 
 def _check_holds_all(pl_module: nn.Module, module: nn.Module, named: str | None) -> None:

@@ -52,6 +52,11 @@ class BudgetedTraining:
         for layer in self._waiting:
             layer.push()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the first call is still to come."""
+        return bool(self._waiting)
+
     def _stop_waiting(self) -> None:
         for layer in self._waiting:
             layer.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import warnings
@@ -35,10 +36,11 @@ def square(result: torch.Tensor) -> torch.Tensor:
 
 def fitted(model: nn.Module, sample, share: float = 1.0, **options) -> lowtide.Plan:
     """Within the least budget times a share."""
+    options = {**OPTIONS, **options}
     with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
-        lowtide.fit(model, sample, memory_budget=1, **OPTIONS, **options)
+        lowtide.fit(model, sample, memory_budget=1, **options)
     budget = above_the_least(share, refusal.value.minimum_bytes, model)
-    return lowtide.fit(model, sample, memory_budget=budget, **OPTIONS, **options)
+    return lowtide.fit(model, sample, memory_budget=budget, **options)
 
 
 def peaks_of(calls, optimizer=None, loss=square) -> list[int]:
@@ -365,6 +367,76 @@ def test_a_loop_that_keeps_its_result_until_the_next_one():
             optimizer.step()
             optimizer.zero_grad()
     assert meter.peak_bytes <= plan.memory_budget
+
+
+class DropsRows(nn.Module):
+    """Stochastic depth: of some rows the block is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + self.inner(x) * (torch.rand(len(x), 1) < 0.7) / 0.7
+
+
+class Dense(nn.Module):
+    """Puts its result beside all that came before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(width), nn.Linear(width, 32)
+
+    def forward(self, x):
+        return torch.cat([x, self.inner(torch.relu(self.norm(x)))], 1)
+
+
+def without_biases() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(5)))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "options"),
+    [
+        (
+            lambda: nn.Sequential(*(DropsRows() for _ in range(5))),
+            torch.optim.SGD,
+            {"strategy": "pofo", "bandwidth": "2GB/s"},
+        ),
+        (lambda: nn.Sequential(*(Dense(WIDTH + 32 * k) for k in range(6))), torch.optim.SGD, {}),
+        (without_biases, functools.partial(torch.optim.AdamW, foreach=False), {}),
+    ],
+    ids=["stochastic depth, offloaded", "a dense network", "AdamW's for-loop, no biases"],
+)
+def test_the_least_budget_that_is_named_holds(make, kind, options):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(ROWS, WIDTH)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    with fitted(model, x, optimizer=optimizer, loss=square, **options) as plan:
+        assert max(peaks_of([lambda: model(x)] * 4, optimizer)) <= plan.memory_budget
+
+
+class Skips(nn.Module):
+    """Leaves its whole block out, at random: what a step takes differs from step to step."""
+
+    chance = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x if torch.rand(()).item() < self.chance else x + self.inner(x)
+
+
+def test_steps_that_take_more_than_any_before_are_said(monkeypatch):
+    model, x = nn.Sequential(*deep(4), *(Skips() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)] * 2, optimizer)
+    monkeypatch.setattr(Skips, "chance", 0.0)
+    with pytest.warns(lowtide.LowtideWarning, match="a step took"):
+        peaks_of([lambda: model(x)] * 4, optimizer)
 
 
 def test_without_a_loss_there_is_room_for_cross_entropy():
