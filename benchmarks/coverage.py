@@ -2,7 +2,8 @@
 
     python -m benchmarks.coverage --output coverage.json [--device cuda] [--limit-seconds 330] [--only NAME ...]
 
-Takes torchvision, timm and transformers where they are installed, with random weights and small sizes. For each model:
+Takes networks whose values skip stages (`coverage_shapes`), and torchvision, timm and transformers where they are
+installed, with random weights and small sizes. For each model:
 capture, measuring (once, not for precision), and a step that recomputes every stage, whose gradients are compared
 with a plain step's. Results are written after each model, as JSON and as a table in Markdown beside it. Models that
 were not looked at while the rules of capture were written are marked.
@@ -25,7 +26,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only so; read when it starts
 
 import torch
-from benchmarks import harness
+from benchmarks import coverage_shapes, harness
 from benchmarks.gradient_check import check_gradients, plain_spread
 from benchmarks.refusing import Parser, refuse, seconds_above_0, usable_file
 from torch import nn
@@ -36,8 +37,9 @@ from lowtide.runtime.measure.measure import capture_and_measure
 
 Made = tuple[nn.Module, Any]
 
-# What the table asks of a model: this share of the bytes before the loss in the chain, and no stage above this share.
-INSIDE, LARGEST = 0.95, 0.25
+# What the table asks of a model: this share of the bytes before the loss in the chain, in stages or as side values, and
+# no stage above this share.
+INSIDE, LARGEST = 0.98, 0.25
 # One model may take this long; a loop that hangs must not take the others' time.
 MODEL_SECONDS = 60
 # If plain steps differ among themselves (atomics on CUDA), each gradient may differ by this many times as much as it
@@ -82,7 +84,7 @@ def image_model(library: str, name: str, image: int, batch: int = 4) -> Callable
 
 def models(only: list[str]) -> list[tuple[str, str, bool, Callable[[], Made]]]:
     """(library, name, seen while writing, how to make it)."""
-    found: list[tuple[str, str, bool, Callable[[], Made]]] = []
+    found = [("lowtide", name, True, make) for name, make in coverage_shapes.FAMILIES.items()]
     for library, listed in (("torchvision", TORCHVISION), ("timm", TIMM)):
         if importlib.util.find_spec(library) is not None:
             found += [(library, n, n in SEEN_WHILE_WRITING, image_model(library, n, px)) for n, px in listed.items()]
@@ -99,6 +101,8 @@ def moved(value: Any, device: str) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: moved(entry, device) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return tuple(moved(entry, device) for entry in value)
     return value
 
 
@@ -118,9 +122,11 @@ def examined(make: Callable[[], Made], device: str) -> dict[str, Any]:
     except Exception as error:
         return {"verdict": "failed", "reason": one_line(error)}
     total = max(1, split.activation_bytes)
+    in_chain = sum(stage.saved_bytes for stage in chain.stages) + sum(side.num_bytes for side in chain.side_values)
     line = {
         "stages": chain.num_stages,
-        "inside": 1 - split.held_bytes / total,
+        "inside": min(1.0, in_chain / total),
+        "side": split.side_bytes / total,
         "largest": split.largest_stage_bytes / total,
         "gradients": "equal" if check.equal else f"differ by {check.largest_difference:.1e}",
     }
@@ -179,16 +185,17 @@ def markdown(lines: list[dict[str, Any]], machine: str) -> str:
         f"{total['unseen_passed']} of the {total['unseen']} that were not looked at while the rules were written; "
         f"silent mismatches: {total['mismatches']}.",
         "",
-        "| library | model | stages | bytes inside | largest stage | gradients | verdict |",
-        "| --- | --- | ---: | ---: | ---: | --- | --- |",
+        "| library | model | stages | bytes inside | side values | largest stage | gradients | verdict |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     for line in lines:
         name = line["model"] + ("" if line["seen"] else " *")
         verdict = line["verdict"] + (f": {line['reason']}" if line["reason"] else "")
         if "stages" in line:
-            cells = f"{line['stages']} | {line['inside']:.1%} | {line['largest']:.1%} | {line['gradients']}"
+            shares = f"{line['inside']:.1%} | {line['side']:.1%} | {line['largest']:.1%}"
+            cells = f"{line['stages']} | {shares} | {line['gradients']}"
         else:
-            cells = "- | - | - | -"
+            cells = "- | - | - | - | -"
         text.append(f"| {line['library']} | {name} | {cells} | {verdict.replace('|', '/')} |")
     return "\n".join([*text, "", "\\* not looked at while the rules of capture were written", ""])
 

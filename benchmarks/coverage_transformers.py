@@ -43,6 +43,16 @@ def language(model: str, config: str, **settings: Any) -> Callable[[], Made]:
     return make
 
 
+def returning(make: Callable[[], Made], **asked: bool) -> Callable[[], Made]:
+    """The same model, asked for further results."""
+
+    def with_more() -> Made:
+        model, sample = make()
+        return model, {**sample, **asked}
+
+    return with_more
+
+
 def pair(model: str, config: str, **settings: Any) -> Callable[[], Made]:
     """An encoder and a decoder."""
     return language(model, config, **settings)
@@ -175,6 +185,14 @@ _GPT2 = {
 _GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": WIDTH // HEADS}
 _EXPERTS = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+_SHARED_EXPERT = {
+    **_GROUPED,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
 FAMILIES: dict[str, Callable[[], Made]] = {
     "gpt2": language("GPT2LMHeadModel", "GPT2Config", **_GPT2),
     "llama": language("LlamaForCausalLM", "LlamaConfig", **_GROUPED),
@@ -184,6 +202,15 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "gemma": language("GemmaForCausalLM", "GemmaConfig", **_GROUPED),
     "gemma2": language("Gemma2ForCausalLM", "Gemma2Config", **_GROUPED),
     "mixtral": language("MixtralForCausalLM", "MixtralConfig", **_EXPERTS),
+    "mixtral-router-losses": returning(
+        language("MixtralForCausalLM", "MixtralConfig", **_EXPERTS), output_router_logits=True
+    ),
+    "qwen2-moe-router-losses": returning(
+        language("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_SHARED_EXPERT), output_router_logits=True
+    ),
+    "llama-hidden-states": returning(
+        language("LlamaForCausalLM", "LlamaConfig", **_GROUPED), output_hidden_states=True
+    ),
     "mamba": language(
         "MambaForCausalLM",
         "MambaConfig",
@@ -330,15 +357,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "stablelm": language("StableLmForCausalLM", "StableLmConfig", **_GROUPED),
     "starcoder2": language("Starcoder2ForCausalLM", "Starcoder2Config", **_GROUPED),
     "cohere": language("CohereForCausalLM", "CohereConfig", **_GROUPED),
-    "qwen2-moe": language(
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        **_GROUPED,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    ),
+    "qwen2-moe": language("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_SHARED_EXPERT),
     "pegasus": pair("PegasusForConditionalGeneration", "PegasusConfig", **_ENCODER_DECODER),
     "mbart": pair("MBartForConditionalGeneration", "MBartConfig", **_ENCODER_DECODER),
     "marian": pair("MarianMTModel", "MarianConfig", **_ENCODER_DECODER),

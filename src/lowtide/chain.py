@@ -224,6 +224,7 @@ class Chain:
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
         side_values: what later stages read besides their input; s[1] first.
+        side_values_stay: side values cannot be moved to the host: what runs the chain holds them meanwhile.
         provenance: where the figures come from (machine, versions, spread of the times); never interpreted.
     """
 
@@ -234,6 +235,7 @@ class Chain:
     base_bytes: int = 0
     grads_resident: bool = False
     side_values: tuple[SideValue, ...] = ()
+    side_values_stay: bool = False
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -329,6 +331,8 @@ class Chain:
         }
         if self.side_values:
             values["side_values"] = [side.to_dict() for side in self.side_values]
+        if self.side_values_stay:
+            values["side_values_stay"] = True
         if self.provenance:
             values["provenance"] = dict(self.provenance)
         return values
@@ -468,7 +472,7 @@ def _check_fields(record: Any, *, where: str) -> None:
             right = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST_SECONDS
         elif name == "name":
             right = isinstance(value, str)
-        elif name == "grads_resident":
+        elif name in _FLAGS:
             right = isinstance(value, bool)
         else:
             continue
@@ -476,12 +480,15 @@ def _check_fields(record: Any, *, where: str) -> None:
             raise ChainError(f"{where}: {name} is {shown(value)}, expected {_expected(name)}")
 
 
+_FLAGS = ("grads_resident", "side_values_stay")
+
+
 def _expected(name: str) -> str:
     if name.endswith("_bytes"):
         return f"whole bytes from 0 to {LARGEST_BYTES}"
     if name.endswith("_seconds"):
         return f"seconds, a number from 0 to {LARGEST_SECONDS:.0e}"
-    return {"name": "a string", "grads_resident": "true or false"}.get(name, "a list")
+    return {"name": "a string", **dict.fromkeys(_FLAGS, "true or false")}.get(name, "a list")
 
 
 def as_chain(chain: Chain | Mapping[str, Any]) -> Chain:

@@ -25,7 +25,8 @@ update k; where it does not, the update is done inside backward k.
 
 Side value i is made by any forward of its maker that does not find it on the device, and is needed by every forward and
 backward of its readers. It stays until the backward of its maker, or until it is released: also without a host copy,
-for another forward of the maker makes it again. Its gradient exists from the backward of its last reader on.
+for another forward of the maker makes it again. Its gradient exists from the backward of its last reader on. Where the
+chain says that side values stay, they cannot be offloaded.
 """
 
 from __future__ import annotations
@@ -407,6 +408,8 @@ class _Machine:
         return start, end, peak
 
     def _offload(self, value: Value) -> None:
+        if value[0] == "s" and self.chain.side_values_stay:
+            self._refuse("the side values of this chain stay on the device (side_values_stay)")
         self._use(value)
         self.stored.depart(value)
         end = self._copy("to host", value, self.stored.bytes_of(value))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from benchmarks import coverage_shapes
 from tests.runtime.awkward import attributes, buffers, containers, paths, structure
 from tests.runtime.training import Numbers, batches, train
 from torch import Tensor, nn
@@ -217,6 +218,11 @@ STRUCTURE = [
     Awkward("block called for parts", stack(structure.InParts), (8, structure.WIDTH)),
     Awkward("autograd functions between blocks", structure.CustomFunctions, (4, 8)),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
+    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15, fitted=16),
+    Awkward(
+        "losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5, fitted=256
+    ),
+    Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15, fitted=8),
 ]
 
 ROWS = [*BUFFERS, *ATTRIBUTES, *CONTAINERS, *PATHS, *STRUCTURE]

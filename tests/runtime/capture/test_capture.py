@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.coverage_shapes import FAMILIES
+from benchmarks.gradient_check import check_gradients
 from tests.runtime.awkward import structure as awkward
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -28,7 +30,7 @@ def test_a_sequence_of_modules_becomes_a_chain() -> None:
     split = capture(model, torch.randn(4, 8))
     # what Linear returns is saved by nobody: a stage that ended there would keep it for nothing
     assert paths(split) == [["0", "1.0"], ["1.1", "2"]]
-    assert split.held_bytes == 0
+    assert split.side_bytes == 0
     assert [stage.parameters for stage in split.stages] == [("0.weight", "0.bias"), ("1.1.weight", "1.1.bias")]
 
 
@@ -49,29 +51,40 @@ def test_residual_blocks_are_cut_between_their_halves() -> None:
     assert len({stage.kind for stage in halves if "norm1" in stage.name}) == 1
 
 
-def test_in_place_resnet_is_cut_between_blocks() -> None:
+def test_in_place_resnet_is_cut_between_blocks_and_where_nothing_is_changed_afterwards() -> None:
     split = capture(awkward.InplaceResnet(), torch.randn(2, 3, 8, 8))
-    assert ["layers.1"] in paths(split)
-
-
-def test_dense_concatenation_is_held() -> None:
-    split = capture(awkward.Dense(), torch.randn(2, 3, 8, 8))
-    assert split.num_stages > 10
-    assert 0 < split.held_bytes <= 0.05 * split.activation_bytes
+    assert ["layers.1.conv1"] in paths(split)
+    assert ["layers.1.bn1", "layers.1.relu"] in paths(split)
     assert share_of_largest(split) < 0.25
 
 
-def test_encoder_output_is_held() -> None:
+@pytest.mark.parametrize("name", ["unet", "unet-diffusion", "detector-pyramid", "detector-paths", "detector-queries"])
+def test_networks_whose_values_skip_stages_are_cut_finely(name: str) -> None:
+    model, sample = FAMILIES[name]()
+    split = capture(model, sample)
+    assert split.num_stages > 20
+    assert share_of_largest(split) <= 0.25
+    assert split.side_bytes > 0
+
+
+def test_dense_concatenation_skips_stages() -> None:
+    split = capture(awkward.Dense(), torch.randn(2, 3, 8, 8))
+    assert split.num_stages > 10
+    assert 0 < split.side_bytes <= 0.05 * split.activation_bytes
+    assert share_of_largest(split) < 0.25
+
+
+def test_encoder_output_skips_stages() -> None:
     model = awkward.EncoderDecoder()
     split = capture(model, (torch.randn(4, 6, 8), torch.randn(4, 6, 8)))
     assert any(stage.name.startswith("decoder.2") for stage in split.stages)
-    assert split.held_bytes >= 4 * 6 * awkward.WIDTH * 4
+    assert split.side_bytes >= 4 * 6 * awkward.WIDTH * 4
 
 
-def test_auxiliary_output_is_held() -> None:
+def test_auxiliary_output_skips_stages() -> None:
     split = capture(awkward.Auxiliary(), torch.randn(4, 6, 8 * 2))
     assert any(stage.name.startswith("second") for stage in split.stages)
-    assert split.held_bytes == 4 * 6 * 3 * 4
+    assert split.side_bytes == 4 * 6 * 3 * 4
 
 
 def test_list_assignment_inside_a_unit() -> None:
@@ -92,10 +105,71 @@ def test_tied_weights_belong_to_their_first_reader() -> None:
     assert split.stages[-1].parameters == ()
 
 
-def test_a_tensor_in_an_attribute_forbids_cuts_while_it_lives() -> None:
+def test_a_tensor_in_an_attribute_that_the_code_around_reads_is_a_side_value() -> None:
     split = capture(awkward.SideChannel(), torch.randn(4, 8))
+    assert len({stage.name.partition(".norm")[0] for stage in split.stages if "blocks" in stage.name}) == 3
+    assert split.side_bytes == 4 * awkward.WIDTH * 4
+
+
+class Behind(nn.Module):
+    """A block that reads what another has left in an attribute, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.blocks = awkward.Writer(), nn.ModuleList(awkward.Residual() for _ in range(2))
+        self.reader = nn.Sequential(nn.Linear(awkward.WIDTH, awkward.WIDTH), nn.Tanh())
+        self.reader.forward = self.read  # type: ignore[method-assign]
+
+    def read(self, x: Tensor) -> Tensor:
+        return self.reader[1](self.reader[0](x)) * self.writer.gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.writer(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.reader(x)
+
+
+def test_a_tensor_in_an_attribute_that_another_block_reads_forbids_cuts_while_it_lives() -> None:
+    split = capture(nn.Sequential(nn.Linear(8, awkward.WIDTH), Behind(), awkward.Residual()), torch.randn(4, 8))
     stage_of = split.stage_of()
-    assert stage_of[Unit("blocks.0")] == stage_of[Unit("blocks.1")]
+    assert stage_of[Unit("1.blocks.0")] == stage_of[Unit("1.blocks.1")] == stage_of[Unit("1.reader")]
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.mlp = nn.Linear(awkward.WIDTH, 4), awkward.Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return x + self.mlp(x) * weights.max(-1, keepdim=True).values
+
+
+class Collecting(nn.Module):
+    """A hook collects what the routers inside the blocks return; it is read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        handles = [block.router.register_forward_hook(lambda *given: found.append(given[2])) for block in self.blocks]
+        for block in self.blocks:
+            x = block(x)
+        for handle in handles:
+            handle.remove()
+        return x.mean() + sum(each.square().mean() for each in found)
+
+
+def test_what_a_hook_collects_is_a_side_value() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, awkward.WIDTH), Collecting()), torch.randn(4, 8)
+    split = capture(model, x)
+    assert share_of_largest(split) <= 0.25
+    assert Unit("1.blocks.0.router") in split.units
+    assert check_gradients(model, split, x).equal
 
 
 def test_two_streams_pass_together() -> None:
@@ -229,9 +303,12 @@ def test_a_language_model_builds_no_cache_unless_it_is_asked_to() -> None:
     split = capture(model, sample)
     assert split.call_keywords == {"use_cache": False}
     assert any(stage.name.startswith("transformer.h.1") for stage in split.stages)
-    with pytest.raises(CaptureError, match="use_cache=False"):
-        capture(model, {**sample, "use_cache": True})
     assert capture(model, {**sample, "use_cache": False}).call_keywords == {}
+    asked = capture(model, {**sample, "use_cache": True})
+    assert asked.call_keywords == {"use_cache": False}
+    assert "use_cache=True is ignored in training" in asked.notes[0]
+    with pytest.raises(CaptureError, match="gets a key-value cache"):
+        capture(model, {**sample, "past_key_values": pytest.importorskip("transformers").DynamicCache()})
 
 
 def test_gradient_checkpointing_of_transformers_is_noticed() -> None:

@@ -61,3 +61,27 @@ def test_equal_gradients_under_random_schedules(make):
         with lowtide.attach(model, schedule, split=split):
             for _ in range(2):
                 assert_equal(numbers(model), expected)
+
+
+def test_a_cache_that_is_asked_for_is_switched_off_in_training():
+    torch.manual_seed(0)
+    model = llama().train()
+    twin = copy.deepcopy(model)
+    ids = torch.randint(0, 60, (8, 24))
+    sample = {"input_ids": ids, "labels": ids, "use_cache": True}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, sample, memory_budget=1000, bandwidth=0, optimizer="sgd")
+    budget = caught.value.minimum_bytes + 100_000
+    with lowtide.fit(model, sample, memory_budget=budget, bandwidth=0, optimizer="sgd") as plan:
+        assert any("use_cache=True is ignored in training" in note for note in plan.notes)
+        result, expected = model(**sample), twin(**sample)
+        assert result.past_key_values is None
+        assert expected.past_key_values is not None
+        for each in (result, expected):
+            each.loss.backward()
+        assert plan.stats().recomputed_per_step > 0
+        assert torch.equal(result.logits, expected.logits)
+        assert_equal(dict(gradients(model)), dict(gradients(twin)))
+        model.eval()
+        with torch.no_grad():
+            assert model(**sample).past_key_values is not None

@@ -14,7 +14,7 @@ def two_stages() -> Split:
             StageSplit("block", (Unit("block"), Unit("block", 1)), trailing_glue=True),
         ),
         call_keywords={"use_cache": False},
-        held_bytes=12,
+        side_bytes=12,
         activation_bytes=99,
         notes=("a note",),
     )

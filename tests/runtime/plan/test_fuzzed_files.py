@@ -104,7 +104,7 @@ def test_chains() -> None:
         (lambda split: split.__setitem__("call_keywords", 1.5), "split"),
         (lambda split: split.__setitem__("call_keywords", [1]), "split"),
         (lambda split: split["stages"][0].__setitem__("trailing_glue", "yes"), "split"),
-        (lambda split: split.__setitem__("held_bytes", True), "split"),
+        (lambda split: split.__setitem__("side_bytes", True), "split"),
     ],
 )
 def test_a_split_that_holds_something_else(edit, name, tmp_path) -> None:

@@ -64,6 +64,7 @@ def test_generators_of_every_kind():
     assert_equal(numbers(model), numbers(make()))
 
 
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the result of each step
 def test_planning_for_a_model_with_generators_of_every_kind():
     model, num_samples = make(), 4096  # so many that the generators' states, which count on a CPU, do not matter
     options = {"bandwidth": 0, "optimizer": "sgd"}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import fnmatch
 import hashlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,10 +22,10 @@ from lowtide.runtime.capture.cuts import (
     Cuts,
     Tally,
     choose,
-    held_by,
     nearest_cuts,
     possible_cuts,
     reason_against,
+    sides_of,
 )
 from lowtide.runtime.capture.units import settle
 from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall, watch
@@ -36,6 +37,10 @@ from lowtide.units import format_bytes
 
 StageNames = Sequence[str] | Callable[[str, nn.Module], bool]
 
+_NO_CACHE = (
+    "use_cache=True is ignored in training: a cache of keys and values would keep what should be freed; the result has "
+    "no past_key_values then"
+)
 _BY_HAND = 'name the stages by hand: stages=["encoder.layer.*", ...], or a function of (path, module)'
 
 
@@ -91,7 +96,8 @@ def capture(
     cuts, units, trailing = settle(observation, cuts)
     if not cuts.chosen:
         raise CaptureError(_nothing_found(observation))
-    return _split(observation, cuts, units, trailing, keywords)
+    split = _split(observation, cuts, units, trailing, keywords)
+    return replace(split, notes=(_NO_CACHE,)) if called.kwargs.get("use_cache") else split
 
 
 def check_has_data(model: nn.Module) -> None:
@@ -162,8 +168,8 @@ def _refuse_what_cannot_work(model: nn.Module, observation: Observation) -> None
         )
     if observation.caches:
         raise CaptureError(
-            f"{observation.caches[0]} gets a key-value cache, which cannot be used twice; call the model with "
-            "use_cache=False"
+            f"{observation.caches[0]} gets a key-value cache, which cannot be used twice; call the model without one, "
+            "and with use_cache=False"
         )
     if observation.opaque in _SUSPENDED:
         raise CaptureError(
@@ -247,7 +253,7 @@ def _by_hand(model: nn.Module, observation: Observation, stages: StageNames) -> 
     last_entered = max(call.entered for call in observation.calls if call.depth)
     while chosen and last_entered < chosen[-1].position:
         chosen.pop()  # only glue after it: it belongs to what precedes
-    return Cuts(chosen, held_by(observation, chosen))
+    return Cuts(chosen, sides_of(observation, chosen))
 
 
 def _is_named(model: nn.Module, call: SubmoduleCall, stages: StageNames) -> bool:
@@ -268,7 +274,7 @@ def _split(
     positions = [cut.position for cut in cuts.chosen]
     bounds = list(zip([NEVER, *positions], [*positions, observation.end], strict=True))
     owners = _parameter_owners(observation, positions)
-    digests = _Digests(observation)
+    digests = _Digests(observation, cuts.sides)
     stages: list[StageSplit] = []
     names: dict[str, int] = {}
     for k, (start, end) in enumerate(bounds):
@@ -287,7 +293,7 @@ def _split(
     return Split(
         tuple(stages),
         call_keywords=keywords,
-        held_bytes=tally.num_bytes(cuts.held),
+        side_bytes=tally.num_bytes(cuts.sides),
         activation_bytes=tally.total_bytes,
         largest_stage_bytes=max(tally.saved_bytes(*pair) for pair in bounds),
     )
@@ -317,13 +323,18 @@ def _stage_name(calls: list[SubmoduleCall]) -> str:
 class _Digests:
     """Equal texts for equal sequences of operations."""
 
-    def __init__(self, observation: Observation) -> None:
+    def __init__(self, observation: Observation, sides: Iterable[int]) -> None:
         self._operations = observation.operations
         self._ticks = [tick for tick, _ in observation.operations]
+        made = [observation.memories[serial].made for serial in sides]
+        self._sides = sorted(bisect.bisect_left(self._ticks, tick) for tick in made)
 
     def of(self, start: int, end: int) -> str:
-        """What is done from tick `start` on and before tick `end`."""
+        """What is done from tick `start` on and before tick `end`, and what of it makes side values."""
         digest = hashlib.blake2b(digest_size=8)
-        for _, text in self._operations[bisect.bisect_left(self._ticks, start) : bisect.bisect_left(self._ticks, end)]:
+        first, last = bisect.bisect_left(self._ticks, start), bisect.bisect_left(self._ticks, end)
+        for _, text in self._operations[first:last]:
             digest.update(text.encode())
+        for place in self._sides[bisect.bisect_left(self._sides, first) : bisect.bisect_left(self._sides, last)]:
+            digest.update(b"%d " % (place - first))
         return digest.hexdigest()

@@ -4,13 +4,15 @@ A cut lies at the beginning or the end of a submodule's call; all calls around i
 becomes glue. What crosses a cut is the memory that was made before it and is read after it. A cut is possible where
 
 - nothing that crosses is written in place afterwards, and
-- whatever crosses was returned by the call that made it (not left in an attribute or a caller's list).
+- whatever crosses was returned by the call that made it, or left in an attribute, or returned by a call inside it and
+  collected by a hook; and whoever reads it has it from there (not from a caller's list into which it was put).
 
 Of the possible cuts those are taken between which exactly one activation passes: no two neighbouring cuts are crossed
-by the same memory, except by what is *held* for the whole chain. Small tensors without gradients (masks, tables) are
-held as a matter of course; others (an encoder's output, a position bias, the features of a dense block) are held where
-a large stage cannot be cut otherwise, within a few percent of all bytes. Where that does not help, several activations
-may pass together (two streams that run side by side).
+by the same memory, except by *side values*. Small tensors without gradients (masks, tables) are side values as a matter
+of course; others (skip connections, an encoder's output, a position bias, the features of a dense block) become side
+values where a large stage cannot be cut otherwise. Where that does not help, several activations may pass together (two
+streams that run side by side). Whether a side value is worth its bytes is for the solver to say: stages can be joined
+again, and memory that skips none of them is no side value any more.
 """
 
 from __future__ import annotations
@@ -22,16 +24,14 @@ from dataclasses import dataclass, field
 
 from lowtide.runtime.capture.watch import NEVER, Observation
 
-# Held tensors may take this share of what the forward saves; T5, BART, DeBERTa and DenseNet need less.
-LARGEST_HELD_SHARE = 0.05
-# And this share of the stage that is cut by holding them.
-_LARGEST_LOCAL_SHARE = 0.10
-# A stage below this share of the bytes is fine enough; nothing is held for the sake of cutting it further.
+# A stage below this share of the bytes is fine enough; nothing becomes a side value for the sake of cutting it further.
 _SMALL_STAGE_SHARE = 0.10
-# A held byte must buy this many bytes off the largest stage: it stays all the time, a stage is there now and then.
-_HELD_PRICE = 8
-# A tensor without gradients up to this share of the bytes is held without further thought.
-_FREE_HELD_SHARE = 0.01
+# Up to this share a byte of a side value must buy so many bytes off the largest stage, so that blocks that are small
+# enough stay whole; beyond it, one.
+_LARGE_STAGE_SHARE = 0.25
+_SIDE_PRICE = 8
+# A tensor without gradients up to this share of the bytes is a side value without further thought.
+_FREE_SIDE_SHARE = 0.01
 # Stages whose bytes are together below this share are not worth a cut.
 _TINY_STAGE_SHARE = 1e-3
 # What a byte of an output that nothing saves costs beside a byte of a stage, in the sum of squares.
@@ -61,10 +61,10 @@ class Cut:
 
 @dataclass(slots=True)
 class Cuts:
-    """A choice of cuts, in order, and what is held for it."""
+    """A choice of cuts, in order, and the memory that crosses more than one of them."""
 
     chosen: list[Cut]
-    held: set[int] = field(default_factory=set)
+    sides: set[int] = field(default_factory=set)
 
 
 class Tally:
@@ -120,6 +120,7 @@ def possible_cuts(observation: Observation, closed: frozenset[str] = frozenset()
         cut
         for cut in nearest_cuts(observation, _boundaries(observation, closed))
         if reason_against(observation, cut) is None
+        and closed.isdisjoint(observation.calls[index].path for index in opened_by(observation, cut))
     ]
 
 
@@ -185,26 +186,77 @@ def reason_against(observation: Observation, cut: Cut) -> str | None:
         maker = observation.path(memory.maker)
         if memory.last_written >= cut.position:
             return f"a tensor made in {maker} is changed in place after it"
-        outermost = None
-        for index in _around(observation, memory.maker):
-            if NEVER < observation.calls[index].left < cut.position:
-                outermost = observation.calls[index]
-        if outermost is not None and serial not in outermost.outputs:
-            return f"a tensor made in {maker} is used after it but not returned by {observation.path(outermost.index)}"
+        ended = _ended_before(observation, memory.maker, cut.position)
+        if ended and _shown_by(observation, serial, ended) is None:
+            return f"a tensor made in {maker} is used after it but not returned by {observation.path(ended[-1])}"
     return None
+
+
+def opened_by(observation: Observation, cut: Cut) -> set[int]:
+    """The calls that end before a cut and are opened for it, so that a call inside returns what crosses."""
+    opened: set[int] = set()
+    for serial in cut.crossing:
+        ended = _ended_before(observation, observation.memories[serial].maker, cut.position)
+        shown = _shown_by(observation, serial, ended) if ended else None
+        if shown is not None:
+            opened.update(ended[ended.index(shown) + 1 :])
+    return opened
+
+
+def _ended_before(observation: Observation, maker: int, position: int) -> list[int]:
+    """The call that made some memory and those around it, from the inside out, that end before a position."""
+    around = _around(observation, maker)
+    return [index for index in around if NEVER < observation.calls[index].left < position]
+
+
+def _shown_by(observation: Observation, serial: int, ended: Sequence[int]) -> int | None:
+    """Of calls inside one another, the outermost through which memory can be seen after they have ended.
+
+    The outermost of all shows what it returns, or what it has left in an attribute of its module or of one inside. Else
+    it is opened, where that can be, and what a call inside returns is seen where it is returned (a hook that collects
+    outputs). All who read the memory afterwards must have it from there: code around the call, or calls that are given
+    it as an argument.
+    """
+    calls = observation.calls
+    if serial in calls[ended[-1]].outputs:
+        return ended[-1]
+    if not _is_read_openly(observation, serial, ended[-1]):
+        return None
+    if any(serial in calls[index].left_behind for index in ended):
+        return ended[-1]
+    for place in range(len(ended) - 2, -1, -1):
+        if calls[ended[place + 1]].opaque:
+            return None
+        if serial in calls[ended[place]].outputs:
+            return ended[place]
+    return None
+
+
+def _is_read_openly(observation: Observation, serial: int, outermost: int) -> bool:
+    """Whether memory is read, after a call has ended, only by code around that call or by calls that are given it."""
+    memory, calls = observation.memories[serial], observation.calls
+    around = set(_around(observation, calls[outermost].parent))
+    for reader in memory.readers:
+        enclosing = list(_around(observation, reader))
+        if outermost in enclosing or reader in around:
+            continue
+        entered = next((index for index in enclosing if calls[index].parent in around), NEVER)
+        if serial not in (calls[0].outputs if entered == NEVER else calls[entered].inputs):
+            return False
+    return True
 
 
 def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
     """The finest useful choice among possible cuts."""
     tally = Tally(observation)
-    held = _held_as_a_matter_of_course(tally, cuts)
+    sides = _sides_as_a_matter_of_course(tally, cuts)
     whole = (_START, end_of(observation))
-    result = Cuts(_best_chain(tally, cuts, held, *whole), held)
+    result = Cuts(_best_chain(tally, cuts, sides, *whole), sides)
     tried: set[tuple[Cut, Cut]] = set()
     while (large := _largest_stage(tally, result, whole, tried)) is not None:
         tried.add(large)
         _cut_large_stage(tally, cuts, result, large)
-    result.held = held_by(observation, result.chosen)
+    result.sides = sides_of(observation, result.chosen)
     return result
 
 
@@ -218,7 +270,7 @@ def end_of(observation: Observation) -> Cut:
     return Cut(observation.end, NEVER, False, 0, read, last_entered)
 
 
-def held_by(observation: Observation, chosen: list[Cut]) -> set[int]:
+def sides_of(observation: Observation, chosen: list[Cut]) -> set[int]:
     """What crosses more than one cut of a choice, the end included."""
     counts: dict[int, int] = {}
     for cut in [*chosen, end_of(observation)]:
@@ -227,15 +279,15 @@ def held_by(observation: Observation, chosen: list[Cut]) -> set[int]:
     return {serial for serial, count in counts.items() if count > 1}
 
 
-def _held_as_a_matter_of_course(tally: Tally, cuts: list[Cut]) -> set[int]:
+def _sides_as_a_matter_of_course(tally: Tally, cuts: list[Cut]) -> set[int]:
     crossing = {serial for cut in cuts for serial in cut.crossing}
-    limit = _FREE_HELD_SHARE * tally.total_bytes
+    limit = _FREE_SIDE_SHARE * tally.total_bytes
     memories = tally.observation.memories
     return {s for s in crossing if not memories[s].differentiable and memories[s].num_bytes <= limit}
 
 
 def _best_chain(
-    tally: Tally, cuts: list[Cut], held: set[int], left: Cut, right: Cut, most_together: int = 1
+    tally: Tally, cuts: list[Cut], sides: set[int], left: Cut, right: Cut, most_together: int = 1
 ) -> list[Cut]:
     """The cuts between two others that make the sum of the stages' squared bytes least, no two crossed by the same
     memory.
@@ -246,8 +298,8 @@ def _best_chain(
     """
     constant = (_TINY_STAGE_SHARE * max(1, tally.total_bytes)) ** 2
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
-    row = [left, *(cut for cut in inner if tally.differentiable(cut.crossing - held) <= most_together), right]
-    passing = [cut.crossing - held for cut in row]
+    row = [left, *(cut for cut in inner if tally.differentiable(cut.crossing - sides) <= most_together), right]
+    passing = [cut.crossing - sides for cut in row]
     price = [_LOST_PRICE * float(tally.lost_bytes(serials)) ** 2 for serials in passing]
     if most_together > 1:
         price = [cost + float(tally.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
@@ -287,40 +339,40 @@ def _largest_stage(
 
 
 def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
-    """Hold the memory that prevents cutting a large stage, if that pays off."""
+    """Make side values of the memory that prevents cutting a large stage, as far as that makes its parts smaller."""
     left, right = bounds
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
-    stage_bytes = tally.saved_bytes(left.position, right.position)
-    allowed_bytes = min(
-        LARGEST_HELD_SHARE * tally.total_bytes - tally.num_bytes(result.held), _LARGEST_LOCAL_SHARE * stage_bytes
-    )
-    held, added_bytes = set(result.held), 0
-    best_score, best_held, best_chain = float(stage_bytes), held, list[Cut]()
-    for serial in _obstacles(tally, [left, *inner, right], held):
-        num_bytes = tally.observation.memories[serial].num_bytes
-        if added_bytes + num_bytes > allowed_bytes:
-            continue
-        held, added_bytes = held | {serial}, added_bytes + num_bytes
-        chain = _best_chain(tally, inner, held, left, right)
+    sides, added_bytes = set(result.sides), 0
+    best_bytes, best_sides = tally.saved_bytes(left.position, right.position), sides
+    enough_bytes = _LARGE_STAGE_SHARE * tally.total_bytes
+    price = 1 if best_bytes > enough_bytes else _SIDE_PRICE
+    best_chain: list[Cut] = []
+    for serial in _obstacles(tally, [left, *inner, right], sides):
+        sides, added_bytes = sides | {serial}, added_bytes + tally.observation.memories[serial].num_bytes
+        if price * added_bytes >= best_bytes:
+            break
+        chain = _best_chain(tally, inner, sides, left, right)
         positions = [left.position, *(cut.position for cut in chain), right.position]
-        largest = max(tally.saved_bytes(*pair) for pair in itertools.pairwise(positions))
-        if chain and largest + _HELD_PRICE * added_bytes < best_score:
-            best_score, best_held, best_chain = largest + _HELD_PRICE * added_bytes, held, chain
+        largest_bytes = max(tally.saved_bytes(*pair) for pair in itertools.pairwise(positions))
+        if chain and largest_bytes + price * added_bytes < best_bytes:
+            best_bytes, best_sides, best_chain = largest_bytes + price * added_bytes, sides, chain
+            if price == 1 and largest_bytes <= enough_bytes:
+                break  # what is left is looked at by itself
     if not best_chain:
-        best_chain = _best_chain(tally, inner, best_held, left, right, _MOST_TOGETHER)
-    result.held = best_held
+        best_chain = _best_chain(tally, inner, best_sides, left, right, _MOST_TOGETHER)
+    result.sides = best_sides
     result.chosen = sorted([*result.chosen, *best_chain], key=lambda cut: cut.position)
 
 
-def _obstacles(tally: Tally, inner: list[Cut], held: set[int]) -> list[int]:
+def _obstacles(tally: Tally, inner: list[Cut], sides: set[int]) -> list[int]:
     """The memory that prevents cuts, with the most cuts per byte first."""
     spans: dict[int, int] = {}
     for cut in inner:
-        for serial in cut.crossing - held:
+        for serial in cut.crossing - sides:
             spans[serial] = spans.get(serial, 0) + 1
     score: dict[int, float] = {}
     for cut in inner:
-        passing = cut.crossing - held
+        passing = cut.crossing - sides
         if len(passing) < 2:
             continue
         edge = min(passing, key=lambda serial: (spans[serial], -serial))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from lowtide.runtime.capture.cuts import Cut, Cuts, Tally, cut_at, held_by, reason_against
+from lowtide.runtime.capture.cuts import Cut, Cuts, Tally, cut_at, opened_by, reason_against, sides_of
 from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall
 
 
 def units_between(observation: Observation, cuts: Sequence[Cut]) -> list[SubmoduleCall]:
-    """The outermost calls that contain no cut, in order."""
+    """The outermost calls that contain no cut and are opened for none, in order."""
     positions = [cut.position for cut in cuts]
+    opened = {index for cut in cuts for index in opened_by(observation, cut)}
     units: list[SubmoduleCall] = []
     last_left = NEVER
     for call in observation.calls:  # in the order in which they begin
         contains = bisect.bisect_right(positions, call.left) > bisect.bisect_right(positions, call.entered)
-        if call.depth and not contains and call.entered > last_left:
+        if call.depth and not contains and call.index not in opened and call.entered > last_left:
             units.append(call)
             last_left = call.left
     return units
@@ -46,24 +47,29 @@ def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[SubmoduleCa
             elif bisect.bisect_left(ticks, after.entered) == place:
                 trailing.append(True)
             else:
-                chosen[index : index + 1] = _moved(observation, chosen, index, before, after, cuts.held)
+                chosen[index : index + 1] = _moved(observation, chosen, index, before, after, cuts.sides)
                 break
         else:
-            return Cuts(chosen, held_by(observation, chosen)), units, trailing
+            return Cuts(chosen, sides_of(observation, chosen)), units, trailing
 
 
 def _moved(
-    observation: Observation, chosen: list[Cut], index: int, before: SubmoduleCall, after: SubmoduleCall, held: set[int]
+    observation: Observation,
+    chosen: list[Cut],
+    index: int,
+    before: SubmoduleCall,
+    after: SubmoduleCall,
+    sides: set[int],
 ) -> list[Cut]:
     """The cut at one end of its gap, or none."""
     tally = Tally(observation)
-    most_together = max(1, tally.differentiable(chosen[index].crossing - held))
+    most_together = max(1, tally.differentiable(chosen[index].crossing - sides))
     neighbours = [*chosen[max(0, index - 1) : index], *chosen[index + 1 : index + 2]]
     for candidate in (
         cut_at(observation, after.entered, after.index, at_entry=True),
         cut_at(observation, before.left + 1, before.index, at_entry=False),
     ):
-        passing = candidate.crossing - held
+        passing = candidate.crossing - sides
         possible = reason_against(observation, candidate) is None and tally.differentiable(passing) <= most_together
         if possible and all(passing.isdisjoint(neighbour.crossing) for neighbour in neighbours):
             return [candidate]

@@ -48,6 +48,8 @@ class SubmoduleCall:
     inputs: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
     """Serial numbers of the memory that its outputs show."""
+    left_behind: set[int] = field(default_factory=set)
+    """Those of tensors that its module has in its attributes when it ends."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,8 @@ class Memory:
     names: tuple[str, ...] = ()
     """Of a parameter or buffer: its names."""
     first_read: int = NEVER
+    readers: set[int] = field(default_factory=set)
+    """The innermost calls in which it was read."""
 
 
 @dataclass(slots=True)
@@ -236,7 +240,7 @@ class _Watcher(TorchDispatchMode):
         """A submodule is called where nothing can be cut; it counts among its calls."""
         self._num_calls[path] = self._num_calls.get(path, 0) + 1
 
-    def leave(self, call: SubmoduleCall, outputs: Any) -> None:
+    def leave(self, call: SubmoduleCall, outputs: Any, module: nn.Module) -> None:
         """A submodule's call ends."""
         self._clock += 1
         self._stack.pop()
@@ -246,6 +250,9 @@ class _Watcher(TorchDispatchMode):
             for memory in self._see(tensor, "foreign"):
                 call.outputs.add(memory.serial)
                 memory.differentiable |= tensor.requires_grad
+        for tensor in tensors_in({name: value for name, value in vars(module).items() if name not in _MODULE_TABLES}):
+            known = (self._serial_of.get(storage._cdata) for storage in _storages(tensor))
+            call.left_behind.update(entry[1] for entry in known if entry is not None)
 
     def finish(self, output: Any) -> None:
         """The forward has ended; what its output shows is read by the caller."""
@@ -262,6 +269,7 @@ class _Watcher(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 for memory in self._see(tensor, "foreign"):
                     memory.last_read = self._clock
+                    memory.readers.add(self._stack[-1] if self._stack else NEVER)
                     if memory.first_read == NEVER:
                         memory.first_read = self._clock
                     memory.differentiable |= tensor.requires_grad
@@ -319,6 +327,10 @@ class _Watcher(TorchDispatchMode):
     def _look_for_checkpoint(self, tensor: torch.Tensor) -> None:
         if type(tensor.grad_fn).__name__ == "CheckpointFunctionBackward":
             self.observation.checkpoints = True
+
+
+# What nn.Module keeps in tables of its own: not tensors that a forward leaves.
+_MODULE_TABLES = frozenset(vars(nn.Module()))
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -394,7 +406,7 @@ class _ReportingLayer(Layer):
             return self.pass_on(*args, **kwargs)
         record = self._watcher.enter(self._path, self._is_opaque, (args, kwargs))
         output = self.pass_on(*args, **kwargs)
-        self._watcher.leave(record, output)
+        self._watcher.leave(record, output, self.module)
         return output
 
 

@@ -7,6 +7,8 @@ else changes: the same computations run in the same order, and the same tensors 
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass, replace
 
 from lowtide.errors import PlanError
@@ -40,17 +42,20 @@ class Coarse:
         """Nothing joined.
 
         Raises:
-            PlanError: if the schedule names stages that the split does not have.
+            PlanError: if the schedule names stages that the split does not have, or moves side values.
         """
-        _check_stages(split, schedule)
-        return cls(split, schedule.operations, (1,) * split.num_stages)
+        return cls(split, _executed(split, schedule), (1,) * split.num_stages)
+
+    def stage_of(self, k: int) -> int:
+        """The stage here that stands for stage k of the schedule."""
+        return bisect.bisect_left(list(itertools.accumulate(self.sizes)), k) + 1
 
 
 def coarsened(split: Split, schedule: Schedule) -> Coarse:
     """Join the stages that a schedule always treats alike.
 
     Raises:
-        PlanError: if the schedule names stages that the split does not have.
+        PlanError: if the schedule names stages that the split does not have, or moves side values.
 
     Example:
         >>> from lowtide.runtime.model.split import Unit
@@ -59,9 +64,9 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
         >>> coarsened(split, plain).operations
         (Forward(stage=1, save='all', variant=0), Backward(stage=1))
     """
-    _check_stages(split, schedule)
+    listed = _executed(split, schedule)
     groups: list[list[int]] = []
-    joined = _joined(schedule.operations, split.num_stages)
+    joined = _joined(listed, split.num_stages)
     for k in range(1, split.num_stages + 1):
         if k - 1 in joined:
             groups[-1].append(k)
@@ -72,7 +77,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     last = {group[-1] for group in groups}
     operations = tuple(
         replace(operation, stage=number[operation.stage])
-        for operation in schedule.operations
+        for operation in listed
         if not (isinstance(operation, Forward) and operation.stage not in first)
         and not (isinstance(operation, Backward) and operation.stage not in last)
     )
@@ -80,10 +85,20 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     return Coarse(replace(split, stages=stages), operations, tuple(map(len, groups)))
 
 
-def _check_stages(split: Split, schedule: Schedule) -> None:
-    largest = max((operation.stage for operation in schedule.operations), default=0)
+def _executed(split: Split, schedule: Schedule) -> tuple[Operation, ...]:
+    """The schedule's list without the releases of side values, each of which the executor frees as soon as no
+    recomputation needs it before it is made anew.
+    """
+    listed = [op for op in schedule.operations if not (isinstance(op, Release) and op.kind == "s")]
+    if any(not isinstance(operation, COMPUTATIONS) and operation.kind == "s" for operation in listed):
+        raise PlanError(
+            "the schedule moves side values to the host, but the model's own code holds them during its forward; solve "
+            "a chain whose side_values_stay is true, as lowtide.measure makes it"
+        )
+    largest = max((operation.stage for operation in listed), default=0)
     if largest > split.num_stages:
         raise PlanError(f"the schedule names stage {largest}, but the model has {split.num_stages} stages")
+    return tuple(listed)
 
 
 def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:

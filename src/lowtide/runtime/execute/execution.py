@@ -65,7 +65,12 @@ class Execution:
         # weights are moved and updated one by one.
         joins = checks is not Checks.ALL and not schedule.manages
         coarse = coarsened(split, schedule) if joins else Coarse.finest(split, schedule)
-        program = Program.of(schedule, coarse, grads_resident=chain is not None and chain.grads_resident)
+        program = Program.of(
+            schedule,
+            coarse,
+            chain.side_values if chain is not None else (),
+            grads_resident=chain is not None and chain.grads_resident,
+        )
         functions = functions_of(model)
         layout = StageLayout.of(coarse.split).without_units_of(() if functions else program.unwatched)
         self._interception = Interception(model, layout.units, self._handle, guards=True)
@@ -154,7 +159,7 @@ class Execution:
             step = RunningStep(machine, clock.stop, variants)
             current.session = forward = ExecutedForward(machine, step)
             try:
-                result = forward.run(self._interception.whole_or(plain), args, {**self.split.call_keywords, **kwargs})
+                result = forward.run(self._interception.whole_or(plain), args, {**kwargs, **self.split.call_keywords})
             finally:
                 current.session = None
         self._clocks.append(clock)

@@ -25,11 +25,11 @@ from lowtide.runtime.execute.checks import Checks, Fingerprints, SpotCheck
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
-from lowtide.runtime.execute.values import Activation, Saved, Sorter
+from lowtide.runtime.execute.values import Activation, Leaf, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import MANAGED
 from lowtide.runtime.replay.endings import EndOfRunError
-from lowtide.runtime.replay.tape import Tape, versions_of
+from lowtide.runtime.replay.tape import Origin, Tape, versions_of
 from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Update, Value
@@ -106,6 +106,9 @@ class RunningStep:
         self.values: dict[Value, Activation] = {}
         self.host: dict[Value, Activation] = {}
         self.history = History()
+        self.sides: dict[Origin, Leaf] = {}
+        """The tensors of earlier stages than the previous one that a recomputation will read."""
+        self._readers: dict[Origin, set[int]] = {}  # the stages that may be recomputed and read such a tensor
         self.read: list[tuple[str, torch.Tensor]] = []
         """The buffers that tapes read and that are other stages', with their names."""
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
@@ -131,7 +134,7 @@ class RunningStep:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
-            tape.on_input = None  # it would keep the stage's input until the forward has ended
+            tape.on_input = tape.on_side = None  # they would keep the stage's input until the forward has ended
             if k > 1 and tape.calls:  # else the model has left it out
                 self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
@@ -141,12 +144,41 @@ class RunningStep:
             inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
             sorter.finish(inputs, self._fixed(tape))
         self._produce(operation, k, self._wanted(k, outputs), sorter)
+        if tape is not None:
+            self._free_sides(tape, self.next_index - 1)
 
     def watch_reads(self, k: int) -> None:
-        """Stage k begins: keep what it turns out to read of the stage before, also where no step before has."""
+        """Stage k begins: keep what it turns out to read of the stage before, also where no step before has, and of
+        earlier ones.
+        """
         tape, source = self.runs[k].tape, self._input_of(k)
-        if tape is not None and source is not None:
-            tape.on_input = source.add
+        if tape is not None:
+            tape.on_side = partial(self._keep_side, k)
+            if source is not None:
+                tape.on_input = source.add
+
+    def _keep_side(self, k: int, origin: Origin, tensor: torch.Tensor) -> None:
+        """Stage k reads a tensor of an earlier stage than the previous one."""
+        self._readers.setdefault(origin, set()).add(k)
+        self.machine.side_numbers.setdefault(origin[0], set()).add(origin[1])
+        if origin not in self.sides:
+            self.sides[origin] = Leaf(tensor, None, ())
+
+    def _is_needed(self, origin: Origin, index: int) -> bool:
+        """Whether a recomputation after an index of the list reads a side value before it is made anew."""
+        remade = self.program.next_repeat(origin[0], index)
+        return any(self.program.next_repeat(k, index) < remade for k in self._readers[origin])
+
+    def _free_sides(self, tape: Tape, index: int) -> None:
+        """Free the side values that a stage has read at an index of the list and that nothing needs after it."""
+        for origin in tape.sides:
+            if origin in self.sides and not self._is_needed(origin, index):
+                del self.sides[origin]
+
+    def _sides_of(self, tape: Tape) -> dict[Origin, torch.Tensor]:
+        """The side values that a stage reads, for a recomputation."""
+        name, is_state = self.machine.stage_name, self.machine.is_state
+        return {origin: self.sides[origin].tensor(name(origin[0]), is_state) for origin in tape.sides}
 
     def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
@@ -244,6 +276,8 @@ class RunningStep:
             value.leave()
         self.values.clear()
         self.host.clear()
+        self.sides.clear()
+        self._readers.clear()
         self.history.clear()
         self.read.clear()
         for run in self.runs:
@@ -347,8 +381,12 @@ class RunningStep:
             outputs = self._run_for_backward(k, inputs, sorter)
         if sorter is not None:
             sorter.finish(inputs, self._fixed(tape))
-        made = dict(zip(tape.outputs, outputs, strict=True)) if outputs and self.program.keeps_outputs(k) else {}
-        self._produce(operation, k, made, sorter)
+        made = dict(zip(tape.outputs, outputs, strict=True)) if outputs else {}
+        for number in self.machine.side_numbers.get(k, ()):
+            if number in made and (k, number) in self._readers and self._is_needed((k, number), self.next_index):
+                self.sides[(k, number)] = Leaf(made[number], None, ())
+        self._free_sides(tape, self.next_index)
+        self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
         if self.next_index in self.program.last_reads:
             self._let_input_go(k)
         self.machine.counters.num_recomputed += self.program.sizes[k - 1]
@@ -398,7 +436,9 @@ class RunningStep:
         environment, mark = run.environment, run.mark
         assert environment is not None
         assert mark is not None
-        earlier = environment.earlier(mark, k, self.history, partial(_storages_read, run.tape, inputs))
+        sides = self._sides_of(run.tape)
+        read = (*inputs.values(), *sides.values())
+        earlier = environment.earlier(mark, k, self.history, partial(_storages_read, run.tape, read))
         if earlier.contents:
             pack = _copying(pack, {tensor.untyped_storage()._cdata for tensor, _ in earlier.contents})
         with (
@@ -410,7 +450,7 @@ class RunningStep:
             torch.enable_grad(),
             saved_tensors_hooks(pack, never_opened),
         ):
-            outputs = run.tape.run(inputs)
+            outputs = run.tape.run(inputs, sides)
             self._check_random(k)
             return outputs
 
@@ -455,12 +495,17 @@ class RunningStep:
     def _fixed(self, tape: Tape) -> set[int]:
         """Addresses of storages that a stage reads and that are not its own."""
         held = {held.tensor.untyped_storage()._cdata for held in tape.held if held.tensor.layout is torch.strided}
-        return held | self.machine.storages_of(tape.stage)
+        return held | self.machine.storages_of(tape.stage) | self._side_storages(tape)
+
+    def _side_storages(self, tape: Tape) -> set[int]:
+        """Addresses of the storages of the side values that a stage reads."""
+        found = (self.sides[origin].storage(tape.name) for origin in tape.sides if origin in self.sides)
+        return {storage._cdata for storage in found}
 
 
-def _storages_read(tape: Tape, inputs: Mapping[int, torch.Tensor]) -> set[int]:
+def _storages_read(tape: Tape, inputs: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages that a stage's glue reads beside its own."""
-    tensors = (*(held.tensor for held in tape.held), *inputs.values())
+    tensors = (*(held.tensor for held in tape.held), *inputs)
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
 
 

@@ -95,7 +95,7 @@ class ExecutedForward(StagedForward):
             self._hooks = run.placeholders.first_run(step, sink)
             self._begin_call = run.placeholders.begin_call
         self._before = None
-        if k in step.program.repeated:
+        if k in step.program.repeats:
             run.note_parameters(machine.parameters_of(k))
             self._before = self._random or machine.generators.state()
         environment = machine.environment_of(k)

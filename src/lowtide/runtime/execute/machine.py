@@ -92,6 +92,8 @@ class Machine:
         self.counters = Counters()
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
         """By number, the tensors that a stage left, and which of them the next stage turned out to read."""
+        self.side_numbers: dict[int, set[int]] = {}
+        """By stage, the numbers of its tensors that later stages than the next one turned out to read."""
         self.device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         self.ending_early = frozenset(program.operations[index].stage for index in program.unwanted)
         """The stages that may be recomputed without needing their output."""
@@ -127,7 +129,7 @@ class Machine:
 
     def _environments_by_stage(self) -> dict[int, Environment]:
         """Of a stage that is never recomputed, what it has in common with those that are."""
-        repeated = self.program.repeated
+        repeated = self.program.repeats
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
         shared = {id(module) for k in repeated for _, module in inside[k]}
         together = Together()
@@ -219,7 +221,7 @@ class Machine:
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """What notices generators that are set between the calls of stage k; None: it is never recomputed."""
-        if k not in self.program.repeated:
+        if k not in self.program.repeats:
             return None
         return GeneratorWatch(self.generators, reads_all=self._sets_generators or k not in self._probed)
 

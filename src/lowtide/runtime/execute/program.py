@@ -15,9 +15,12 @@ them later:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from lowtide.chain import SideValue
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.execute.coarse import Coarse
 from lowtide.runtime.execute.weights import MANAGED
@@ -73,10 +76,9 @@ class Program:
         first: the index of each stage's first forward, by stage (entry 0 is unused).
         backward: the index of each stage's backward.
         modes: the mode of each forward, by its index in the list.
-        repeated: the stages that are recomputed.
         taped: the stages that are recorded: those that are recomputed, and those whose saved tensors are sorted.
-        watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, and
-            those before whose backward there is something to do.
+        watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, those
+            that make side values of recorded ones, and those before whose backward there is something to do.
         moved: the values that are copied to the host.
         last_prefetch: for each value that is fetched, the index of the last time.
         variants: as which variant each stage's backward runs, by stage (entry 0 is unused).
@@ -85,6 +87,7 @@ class Program:
             its backward needs of it autograd has.
         unwanted: the repeated forwards, by their index in the list, whose output nobody wants: the backward of the next
             stage is over.
+        repeats: for each stage that runs again, the indices of its repeated forwards.
         placement: of weights, gradients and optimizer state, where the schedule moves them.
     """
 
@@ -93,7 +96,6 @@ class Program:
     first: tuple[int, ...]
     backward: tuple[int, ...]
     modes: dict[int, Mode]
-    repeated: frozenset[int]
     taped: frozenset[int]
     watched: frozenset[int]
     moved: frozenset[Value]
@@ -102,15 +104,24 @@ class Program:
     sizes: tuple[int, ...]
     last_reads: frozenset[int]
     unwanted: frozenset[int]
+    repeats: dict[int, list[int]]
     placement: Placement | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule, coarse: Coarse, *, grads_resident: bool = False) -> Program:
+    def of(
+        cls,
+        schedule: Schedule,
+        coarse: Coarse,
+        side_values: Sequence[SideValue] = (),
+        *,
+        grads_resident: bool = False,
+    ) -> Program:
         """Read a schedule that the simulator has found legal, over the stages that it was joined to.
 
         Args:
             schedule: the schedule.
             coarse: its operations over the stages that it was joined to.
+            side_values: of the schedule's own stages, where they are known; others stay until their readers' backward.
             grads_resident: weight gradients are on the device from the start.
 
         Raises:
@@ -118,7 +129,8 @@ class Program:
         """
         num_stages, placement, listed = coarse.split.num_stages, None, coarse.operations
         if schedule.manages:
-            listed, placement = _placed(schedule, num_stages, grads_resident=grads_resident)
+            executed = replace(schedule, operations=coarse.operations)
+            listed, placement = _placed(executed, num_stages, grads_resident=grads_resident)
         operations = _without_leftovers(listed)
         first, backward = _places(operations, num_stages)
         guards = placement is not None
@@ -127,10 +139,15 @@ class Program:
             for index, operation in enumerate(operations)
             if isinstance(operation, Forward)
         }
-        repeated = {op.stage for i, op in enumerate(operations) if isinstance(op, Forward) and first[op.stage] != i}
+        repeats: dict[int, list[int]] = {}
+        for index in modes:
+            if first[operations[index].stage] != index:
+                repeats.setdefault(operations[index].stage, []).append(index)
         sorted_stages = {operations[index].stage for index, mode in modes.items() if mode is Mode.SORT}
         moved = {op.value for op in operations if isinstance(op, Offload | Prefetch | Release)}
-        taped = frozenset(repeated | sorted_stages)
+        taped = frozenset(repeats.keys() | sorted_stages)
+        stage_of = coarse.stage_of
+        makers = {stage_of(side.maker) for side in side_values if not taped.isdisjoint(map(stage_of, side.readers))}
         watched = {
             k
             for k in range(num_stages + 1)
@@ -139,6 +156,7 @@ class Program:
             or k + 1 in taped
             or ("a", k) in moved
             or ("abar", k) in moved
+            or k in makers
             or (k and not isinstance(operations[backward[k] - 1], Backward) and backward[k] - 1 != first[num_stages])
         }
         return cls(
@@ -147,7 +165,6 @@ class Program:
             first,
             backward,
             modes,
-            frozenset(repeated),
             taped,
             frozenset(watched),
             frozenset(moved),
@@ -160,6 +177,7 @@ class Program:
                 for index, mode in modes.items()
                 if mode is Mode.HOLD and (k := operations[index].stage) < num_stages and backward[k + 1] < index
             ),
+            repeats,
             placement,
         )
 
@@ -173,6 +191,12 @@ class Program:
     def unwatched(self) -> frozenset[int]:
         """The stages that autograd looks after alone: nothing needs to be known of what they make."""
         return frozenset(range(1, self.num_stages + 1)) - self.watched - self.taped
+
+    def next_repeat(self, k: int, index: int) -> int:
+        """The index of the first repeated forward of stage k after an index; beyond the list if there is none."""
+        found = self.repeats.get(k, ())
+        place = bisect.bisect_right(found, index)
+        return found[place] if place < len(found) else len(self.operations)
 
     def origin_of(self, k: int) -> int:
         """The first of the schedule's own stages that stage k represents."""

@@ -7,8 +7,9 @@ any more. Whoever measures a stage must not hold them either.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ class BackwardStart:
         seeds: their gradients.
         gradient_bytes: of the gradients that are made when it starts, beside the seeds.
         also: what is kept alive as long as this.
+        made: filled by `run` with the storages of the gradients that are made when it starts; not kept alive.
     """
 
     roots: list[torch.Tensor]
     seeds: list[torch.Tensor]
     gradient_bytes: int
     also: Any
+    made: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
 
     @classmethod
     def held(cls, starts: Sequence[torch.Tensor], also: Any = ()) -> BackwardStart:
@@ -40,10 +43,17 @@ class BackwardStart:
         """Only the graph holds the tensors, and autograd makes and owns their gradients."""
         if not starts:
             return cls([], [], 0, also)
+        made: list[weakref.ref[torch.UntypedStorage]] = []
         with torch.enable_grad():
-            root = _Root.apply(*starts)
+            root = _Root.apply(made, *starts)
         gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in starts)
-        return cls([root], [torch.ones_like(root)], gradient_bytes, also)
+        return cls([root], [torch.ones_like(root)], gradient_bytes, also, made)
+
+    def is_passed_on(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient that was found is one of those that were made, or a view of it."""
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        return any(reference() is gradient.untyped_storage() for reference in self.made)
 
     def run(self, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """The gradients of these leaves."""
@@ -70,11 +80,14 @@ class _Root(torch.autograd.Function):
     """An empty tensor behind others, whose gradients are made in backward; it holds none of them."""
 
     @staticmethod
-    def forward(ctx: Any, *starts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, made: list[weakref.ref[torch.UntypedStorage]], *starts: torch.Tensor) -> torch.Tensor:
+        ctx.made = made
         ctx.devices = [tensor.device for tensor in starts]
         ctx.forms = [torch.empty_like(tensor, device="meta") for tensor in starts]
         return starts[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.ones_like(f, device=d) for f, d in zip(ctx.forms, ctx.devices, strict=True))
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = [torch.ones_like(f, device=d) for f, d in zip(ctx.forms, ctx.devices, strict=True)]
+        ctx.made += [weakref.ref(gradient.untyped_storage()) for gradient in gradients]
+        return None, *gradients

@@ -15,7 +15,8 @@ from torch import nn
 from lowtide.errors import CaptureError, LowtideError
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import BackwardStart, wait_for_autograd
-from lowtide.runtime.measure.stage_figures import StageFigures, with_held_gradients
+from lowtide.runtime.measure.sides import Skipping, skipping_in, with_outliving
+from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.stages import (
     SavedForm,
     StagedModel,
@@ -31,6 +32,7 @@ from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.endings import EndOfRunError, saves_last_before_a_product
+from lowtide.runtime.replay.tape import Origin
 
 # Stages of one kind that hold less than this share of the bytes have no variants.
 _LEAST_SHARE = 0.01
@@ -60,8 +62,8 @@ def measured_stages(
     *,
     keeps_result: bool = True,
     allow_rounding: bool = False,
-) -> tuple[list[StageFigures], int]:
-    """The figures of each stage, and the bytes of the tensors that are held on top of the chain."""
+) -> tuple[list[StageFigures], list[Skipping]]:
+    """The figures of each stage, and what skips stages."""
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
@@ -73,9 +75,9 @@ def measured_stages(
         report = partial(_report, progress, stage.name, k, split.num_stages)
         report("", 0.0)
         known = of_kind.get(stage.kind)
-        if known is not None and k < split.num_stages:  # the caller has the last one's result: it is measured anyway
-            figure = measurer.like(known, k, inputs)
-        else:
+        # the caller has the last one's result: it is measured anyway
+        figure = measurer.like(known, k, inputs) if known is not None and k < split.num_stages else None
+        if figure is None:
             figure = measurer.measured(k, inputs)
             if compiled is not None:
                 figure = measurer.with_variants(figure, k, inputs, compiled, report, allow_rounding=allow_rounding)
@@ -85,8 +87,8 @@ def measured_stages(
             of_kind[stage.kind] = figure
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
-    gradients = {origin: _num_bytes([tensor]) for origin, tensor in staged.held.items()}
-    return with_held_gradients(figures, gradients), _total(storages_of(list(staged.held.values())).values())
+    skipping = skipping_in(staged, keeps_result=keeps_result)
+    return with_outliving(figures, skipping, staged.first_start_bytes), skipping
 
 
 def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:
@@ -139,12 +141,18 @@ class Measurer:
         backward = timed(lambda: _backward(kept[0], wanted, seeds), prepare, self._device)
         return replace(figure, forward=forward, backward=backward, rerun=rerun)
 
-    def like(self, figure: StageFigures, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
-        """The figures of stage k, which is of the same kind as another: only whose parameters it reads is its own."""
+    def like(self, figure: StageFigures, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures | None:
+        """The figures of stage k, which is of the same kind as another: only whose tensors it reads is its own.
+
+        None where it reads tensors of earlier stages that the other has from the stage before it, or the reverse.
+        """
         with nothing_saved([]):
             run = self._forward(k, self._staged.leaves(k, inputs))
         parameters, held = self._reached(k, leaves_behind(run.starts))
-        return replace(figure, parameters=parameters, held=held, notes=())
+        sizes = [num_bytes for _, num_bytes in figure.held]
+        if len(sizes) != len(held):
+            return None
+        return replace(figure, parameters=parameters, held=tuple(zip(held, sizes, strict=True)), notes=())
 
     def with_variants(
         self,
@@ -265,6 +273,7 @@ class Measurer:
             saves_input = not staying.isdisjoint(storages_of(leaves))
             outputs, held = self._output_storages(k, run)
             saves_output = not saved.isdisjoint(outputs)
+            saved_held = tuple(n for n, tensor in self._held(k, run) if not saved.isdisjoint(storages_of(tensor)))
             _see(meter, run.outputs)
             after_bytes, peak_bytes = meter.live_bytes, meter.peak_bytes
             output_bytes, held_bytes = _total(outputs.values()), _total(held.values())
@@ -289,6 +298,7 @@ class Measurer:
             forward_extra_bytes=max(0, extra_bytes),
             saving_extra_bytes=max(0, saving_extra_bytes),
             own_held_bytes=held_bytes,
+            saved_held=saved_held,
             saves_input=saves_input,
             saves_output=saves_output,
         )
@@ -311,9 +321,14 @@ class Measurer:
         """Where a backward of stage k starts as it does within a step: only its graph holds what is not held."""
         if k == self._staged.num_stages:  # the caller has the result and the loss in hand
             return BackwardStart.held(run.starts, also=(run.outputs, run.result))
+        return BackwardStart.owned_by_graph(run.starts, also=[tensor for _, tensor in self._held(k, run)])
+
+    def _held(self, k: int, run: _Run) -> list[tuple[int, torch.Tensor]]:
+        """The tensors that stage k makes and that skip stages, with their numbers."""
         stage = self._staged.stage(k)
-        held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
-        return BackwardStart.owned_by_graph(run.starts, also=held)
+        if not run.outputs:
+            return []
+        return [(n, t) for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
 
     def _with_backward(
         self, k: int, leaves: Sequence[torch.Tensor], start: BackwardStart, stored_bytes: int, meter: Meter
@@ -327,12 +342,15 @@ class Measurer:
         inputs = {id(leaf) for leaf in leaves}
         input_grad_bytes = _num_bytes([grad for leaf, grad in pairs if id(leaf) in inputs])
         largest_bytes = max((_num_bytes([grad]) for leaf, grad in pairs if id(leaf) in self._names), default=0)
-        parameters, held = self._reached(k, wanted)
+        parameters, _ = self._reached(k, wanted)
+        held = [(origin, grad) for leaf, grad in pairs for origin in self._reached(k, [leaf])[1]]
+        held.sort(key=lambda pair: pair[0])
         return StageFigures(
             backward_peak_bytes=peak_bytes - input_grad_bytes,
             largest_weight_grad_bytes=largest_bytes,
             parameters=parameters,
-            held=held,
+            held=_held_gradients(held),
+            passed_on=tuple(place for place, (_, grad) in enumerate(held) if start.is_passed_on(grad)),
         )
 
     def _dropped_peak_bytes(self, k: int, leaves: Sequence[torch.Tensor], meter: Meter) -> int:
@@ -346,13 +364,17 @@ class Measurer:
     def _output_storages(self, k: int, run: _Run) -> tuple[_Storages, _Storages]:
         """The storages of the stage's outputs, and of those tensors of its own that are held."""
         if not run.outputs:  # the caller has the loss alone
-            return storages_of(run.starts), {}
+            return self._own(storages_of(run.starts)), {}
         stage = self._staged.stage(k)
-        held = [t for t, n in zip(run.outputs, stage.output_numbers, strict=True) if n in stage.held_numbers]
-        held_storages = storages_of(held)
+        held_storages = storages_of([tensor for _, tensor in self._held(k, run)])
         visible = [run.outputs[: len(stage.outputs)], run.starts if k == self._staged.num_stages else []]
         outputs = {key: storage for key, storage in storages_of(visible).items() if key not in held_storages}
-        return outputs, held_storages
+        return self._own(outputs), held_storages
+
+    def _own(self, outputs: _Storages) -> _Storages:
+        """What a stage returns, without the tensors of earlier stages that are in the model's result."""
+        earlier = storages_of(list(self._staged.held.values()))
+        return {key: storage for key, storage in outputs.items() if key not in earlier}
 
     def _grad_bytes(self, k: int, run: _Run) -> int:
         if k == self._staged.num_stages:
@@ -376,6 +398,15 @@ def _backward(
     if not wanted:
         return ()
     return torch.autograd.grad(run.starts, wanted, seeds, allow_unused=True)
+
+
+def _held_gradients(gradients: Sequence[tuple[Origin, torch.Tensor | None]]) -> tuple[tuple[Origin, int], ...]:
+    """What the gradients of held tensors take; of those that are views of one storage, the first has what is left."""
+    sizes = {origin: _num_bytes([grad]) for origin, grad in gradients}
+    for address, storage in storages_of([grad for _, grad in gradients]).items():
+        within = [origin for origin, grad in gradients if grad is not None and address in storages_of(grad)]
+        sizes[within[0]] += max(0, storage.nbytes() - sum(sizes[origin] for origin in within))
+    return tuple(sizes.items())
 
 
 def _see(meter: Meter, tensors: Sequence[torch.Tensor]) -> None:

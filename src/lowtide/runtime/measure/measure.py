@@ -7,7 +7,7 @@ step does not fit can be measured. Stages of one kind (24 equal blocks) are meas
 | --- | --- |
 | `forward_seconds`, `backward_seconds` | medians; on CUDA at the pace of the launching thread where that is slower |
 | `rerun_seconds` | of a forward that ends with the last tensor it saves, before a matrix product or a convolution |
-| `output_bytes` | the storages of what the next stage reads, without what is held |
+| `output_bytes` | the storages of what the next stage reads, without side values |
 | `saved_bytes` | what is more on the device after forward than before, the input being there in both; for chains
 without moves less the input where neither this stage nor the one before saves it, which then goes |
 | `grad_bytes` | the gradients of these outputs |
@@ -15,7 +15,8 @@ without moves less the input where neither this stage nor the one before saves i
 the model's result, which the caller holds while stages before the last one run again |
 | `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of output, input and weights;
 and the model's result, as above |
-| `base_bytes` | all else: the batch, buffers, workspaces, held tensors, what others have there |
+| `side_values` | the storages that skip stages, see `lowtide.runtime.measure.sides`; no stage counts them |
+| `base_bytes` | all else: the batch, buffers, workspaces, what others have there |
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import wait_for_autograd
 from lowtide.runtime.measure.figures import Progress, measured_stages
 from lowtide.runtime.measure.overhead import stage_overhead
+from lowtide.runtime.measure.sides import with_side_values
 from lowtide.runtime.measure.stage_figures import StageFigures, unsaved_input_bytes
 from lowtide.runtime.measure.stages import UnfaithfulStageError
 from lowtide.runtime.measure.timing import NOTHING, Timing, paced
@@ -202,7 +204,7 @@ def measure_split(
     with Meter(device) as meter:
         start_bytes = meter.live_bytes
     with preserved(model), _no_autocast_cache(device, compiled):
-        figures, held_bytes = measured_stages(
+        figures, skipping = measured_stages(
             model,
             split,
             called,
@@ -222,13 +224,17 @@ def measure_split(
     readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
     weights, outside = stage_weights(model, split, readers, state_bytes)
     there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
-    base_bytes = start_bytes - there_bytes + kept_bytes + held_bytes + outside.weight_grad_bytes
+    base_bytes = start_bytes - there_bytes + kept_bytes + outside.weight_grad_bytes
+    side_values = tuple(each.as_side_value(figures) for each in skipping)
+    figures = with_side_values(figures, skipping)
     return Chain(
         name or type(model).__name__,
         tuple(_stages(model, split, figures, weights, readers, grads_resident, overhead)),
         input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
         base_bytes=max(0, base_bytes + outside.optimizer_bytes),
         grads_resident=grads_resident,
+        side_values=side_values,
+        side_values_stay=True,  # the model's own code has them in hand during its forward
         provenance=_provenance(model, called, split, figures, device)
         | {"overhead_seconds": [timing.launch_seconds for timing in overhead]},  # in each of the launch_seconds
     )
@@ -371,7 +377,7 @@ def _provenance(
         "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
         "notes": [note for figure in figures for note in figure.notes],
         "num_kinds": len({stage.kind for stage in split.stages}),
-        "held_bytes": split.held_bytes,
+        "side_bytes": split.side_bytes,
         "split": split.to_dict(),  # `lowtide.attach` finds the stages by it
         "spread_seconds": [[f.forward.spread_seconds, f.backward.spread_seconds] for f in figures],
         "device_seconds": [[f.forward.seconds, f.backward.seconds] for f in figures],

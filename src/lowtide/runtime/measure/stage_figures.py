@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.runtime.measure.timing import NOTHING, Timing
-
-Origin = tuple[int, int]
-"""The stage that made a held tensor, and its number there."""
+from lowtide.runtime.replay.tape import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +22,15 @@ class StageFigures:
         backward_peak_bytes: the peak of a backward beyond what was there and the gradients of its outputs and inputs;
             below 0 if much is freed before these are made.
         largest_weight_grad_bytes: the largest gradient of one parameter.
-        own_held_bytes: tensors that it makes and that are held.
+        own_held_bytes: tensors that it makes and that are held: side values, and what it returns to the caller.
+        saved_held: the numbers of those of them that its own backward needs.
         saves_input: whether any of its input stays after its forward: for its backward, or as a part of its output.
         saves_output: whether autograd keeps any of its output for its backward.
         parameters: the names of those that its backward reaches.
-        held: the origins of the held tensors whose gradients its backward adds to.
+        held: the origins of the held tensors whose gradients its backward adds to, and what these gradients take: that
+            of a concatenated tensor is a view of a larger one.
+        passed_on: which of these gradients, by place, are the gradient of its output, or views of it: a sum and a
+            concatenation make none.
         forward: time of a forward that saves all.
         backward: time of the backward.
         rerun: time of a forward that ends with the last tensor that it saves; None where that is its end.
@@ -45,13 +46,15 @@ class StageFigures:
     backward_peak_bytes: int = 0
     largest_weight_grad_bytes: int = 0
     own_held_bytes: int = 0
+    saved_held: tuple[int, ...] = ()
     saves_input: bool = True
     saves_output: bool = True
     parameters: tuple[str, ...] = ()
-    held: tuple[Origin, ...] = ()
+    held: tuple[tuple[Origin, int], ...] = ()
     forward: Timing = NOTHING
     backward: Timing = NOTHING
     rerun: Timing | None = None
+    passed_on: tuple[int, ...] = ()
     variants: tuple[tuple[str, StageFigures], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -81,6 +84,11 @@ class StageFigures:
             variants=tuple((name, each.with_more(forward_bytes, backward_bytes)) for name, each in self.variants),
         )
 
+    def with_less_gradient(self, num_bytes: int) -> StageFigures:
+        """The stage, and its variants, where so much of the gradient of its output is counted as something else's."""
+        variants = tuple((name, each.with_less_gradient(num_bytes)) for name, each in self.variants)
+        return replace(self, grad_bytes=max(0, self.grad_bytes - num_bytes), variants=variants)
+
 
 def unsaved_input_bytes(before: StageFigures, figure: StageFigures) -> int:
     """The bytes of a stage's input that are freed after its forward: neither it nor its maker saves them.
@@ -93,24 +101,3 @@ def unsaved_input_bytes(before: StageFigures, figure: StageFigures) -> int:
     """
     is_saved = before.saves_output or any(each.saves_output for _, each in before.variants) or figure.saves_input
     return 0 if is_saved else before.output_bytes
-
-
-def with_held_gradients(figures: Sequence[StageFigures], num_bytes: Mapping[Origin, int]) -> list[StageFigures]:
-    """The figures with the gradients of held tensors; each lives from its last reader's backward to its maker's.
-
-    A recomputed stage finds those of the stage whose backward comes next, itself or a later one.
-
-    Args:
-        figures: of each stage.
-        num_bytes: of each held tensor's gradient.
-    """
-    last_reader: dict[Origin, int] = {}
-    for k, figure in enumerate(figures, start=1):
-        last_reader.update(dict.fromkeys(figure.held, k))
-    found: list[StageFigures] = []
-    most_bytes = 0
-    for k in range(len(figures), 0, -1):
-        there_bytes = sum(num_bytes[origin] for origin, last in last_reader.items() if origin[0] <= k <= last)
-        most_bytes = max(most_bytes, there_bytes)
-        found.append(figures[k - 1].with_more(most_bytes, there_bytes))
-    return found[::-1]

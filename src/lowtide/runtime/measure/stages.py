@@ -16,6 +16,7 @@ from lowtide.runtime.model.containers import Held, Slot, build, template, tensor
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.replay import RecordedStage, Recording
+from lowtide.runtime.replay.tape import Origin
 from lowtide.runtime.state.cells import Look
 from lowtide.runtime.state.recorded import RecordedState
 from lowtide.runtime.state.rng import Generators, State
@@ -60,11 +61,16 @@ class StagedModel:
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
         self._meter: Meter | None = None
-        self._start_bytes = 0
+        self.first_start_bytes: list[int] = []
+        """What was there when each stage began in the model's own run."""
         self.first_peak_bytes: list[int] = []
         """The peak of each stage in the model's own run, beyond what was there when it began."""
-        self.held: dict[tuple[int, int], torch.Tensor] = {}
-        """The tensors held for the whole chain, by the stage that made them and their number there."""
+        self.held: dict[Origin, torch.Tensor] = {}
+        """The tensors that skip stages, by the stage that made them and their number there."""
+        self.readers: dict[Origin, set[int]] = {}
+        """The stages that read each of them."""
+        self.returned: set[Origin] = set()
+        """Those of them that are in the model's result."""
 
     def record(self, meter: Meter | None = None) -> list[torch.Tensor]:
         """Run the model; returns where backward starts, with its graph.
@@ -91,6 +97,11 @@ class StagedModel:
             for origin, tensor in zip(recorded.held_origins, recorded.held, strict=True):
                 if origin is not None and origin[0] > 0:
                     self.held[origin] = tensor
+                    self.readers.setdefault(origin, set()).add(k)
+        for origin in self.held:
+            readers = self.readers.setdefault(origin, set())
+            if origin[0] < self.num_stages and origin[1] in recording.stage(origin[0] + 1).input_numbers:
+                readers.add(origin[0] + 1)
         return target
 
     def _begin(self, k: int) -> None:
@@ -104,11 +115,11 @@ class StagedModel:
         self._random.append(self._generators.state())
         if self._meter is not None:
             self._meter.reset_peak()
-            self._start_bytes = self._meter.live_bytes
+            self.first_start_bytes.append(self._meter.live_bytes)
 
     def _note_peak(self) -> None:
         if self._meter is not None:
-            self.first_peak_bytes.append(self._meter.peak_bytes - self._start_bytes)
+            self.first_peak_bytes.append(self._meter.peak_bytes - self.first_start_bytes[-1])
 
     def _pack(self, tensor: torch.Tensor) -> tuple[int, int] | torch.Tensor:
         self._saved[self._stage].append((tensor.shape, tensor.dtype))
@@ -154,6 +165,7 @@ class StagedModel:
             value = tensor.detach().requires_grad_(tensor.requires_grad)
             if origin is not None and origin[0] > 0:
                 self.held[origin] = value
+                self.returned.add(origin)
             return Held(value, origin)
 
         return template(result, encode)
@@ -178,9 +190,13 @@ class StagedModel:
         """The states of torch's generators now."""
         return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self._generators.of_torch()]
 
+    def inputs(self) -> list[torch.Tensor]:
+        """The caller's tensors."""
+        return tensors_of((self._sample.args, self._sample.kwargs))
+
     def first_inputs(self) -> list[torch.Tensor]:
         """The caller's tensors that stage 1 reads."""
-        given = tensors_of((self._sample.args, self._sample.kwargs))
+        given = self.inputs()
         return [given[number] for number in self.stage(1).input_numbers]
 
     def leaves(self, k: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

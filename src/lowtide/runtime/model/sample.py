@@ -48,8 +48,8 @@ class Sample:
         return sample
 
     def with_keywords(self, keywords: Mapping[str, Any]) -> Sample:
-        """The same call with more keyword arguments; those of the caller win."""
-        return Sample(self.args, {**keywords, **self.kwargs})
+        """The same call with more keyword arguments, instead of those of the caller that have the same names."""
+        return Sample(self.args, {**self.kwargs, **keywords})
 
     def call(self, model: torch.nn.Module) -> Any:
         """Call the model with new containers each time, because some models take values out of them.
@@ -105,6 +105,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def without_cache(model: torch.nn.Module, sample: Sample) -> dict[str, Any]:
     """The keyword arguments that keep a language model from building a cache of keys and values while it trains."""
+    if "use_cache" in sample.kwargs:
+        return {"use_cache": False} if sample.kwargs["use_cache"] else {}
     config = getattr(model, "config", None)
     if config is None or not getattr(config, "use_cache", _text_config_uses_cache(config)):
         return {}
@@ -112,8 +114,8 @@ def without_cache(model: torch.nn.Module, sample: Sample) -> dict[str, Any]:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     if "use_cache" not in names and not takes_any:
         return {}
-    given = "use_cache" in sample.kwargs or ("use_cache" in names and names.index("use_cache") < len(sample.args))
-    return {} if given else {"use_cache": False}
+    is_given = "use_cache" in names and names.index("use_cache") < len(sample.args)
+    return {} if is_given else {"use_cache": False}
 
 
 def _text_config_uses_cache(config: Any) -> bool:

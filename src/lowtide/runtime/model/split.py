@@ -17,10 +17,9 @@ part of the model's output, reads. Parameters, buffers and tensors that the call
 there anyway.
 
 - a[k], the *activation*, is what stage k made and stage k+1 alone reads. As a rule that is one tensor through which
-  gradients flow; it may be none (the encoder's output before a decoder is held), or a few that pass together.
-- Every other tensor that crosses (made before stage k, or read by any other stage than k+1) is *held*: it stays from
-  its making to the end of the step, on top of the chain. Masks, rotary tables, an encoder's output, the features of a
-  dense block are held; their bytes, and those of their gradients, are in `base_bytes`.
+  gradients flow; it may be none (the encoder's output before a decoder), or a few that pass together.
+- Every other tensor that crosses (made before stage k, or read by any other stage than k+1) is a *side value*: a skip
+  connection, a mask, a rotary table, an encoder's output, the features of a dense block.
 
 Which tensors these are follows from the run itself: watching it shows what is made and read where. Capture also
 promises that no tensor is changed in place by a later stage than the one that made it, and that no unit writes into the
@@ -78,9 +77,9 @@ class Split:
 
     Args:
         stages: stage 1 first.
-        call_keywords: keyword arguments that are added to each call of the model while it runs in stages, where the
-            caller does not give them (`use_cache=False`: a cache of keys and values would keep what should be freed).
-        held_bytes: the tensors held on top of the chain, each storage once.
+        call_keywords: keyword arguments of each call of the model while it runs in stages, whatever the caller gives
+            (`use_cache=False`: a cache of keys and values would keep what should be freed).
+        side_bytes: the memory that skips stages, each storage once.
         activation_bytes: all that the forward saves for backward, each storage once, without parameters and buffers.
         largest_stage_bytes: the most of these that one stage makes.
         notes: what people should know of this split, one sentence each.
@@ -88,7 +87,7 @@ class Split:
 
     stages: tuple[StageSplit, ...]
     call_keywords: Mapping[str, Any] = field(default_factory=dict)
-    held_bytes: int = 0
+    side_bytes: int = 0
     activation_bytes: int = 0
     largest_stage_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -134,7 +133,7 @@ class Split:
                 for stage in self.stages
             ],
             "call_keywords": dict(self.call_keywords),
-            "held_bytes": self.held_bytes,
+            "side_bytes": self.side_bytes,
             "activation_bytes": self.activation_bytes,
             "largest_stage_bytes": self.largest_stage_bytes,
             "notes": list(self.notes),
@@ -162,7 +161,7 @@ class Split:
         return cls(
             stages,
             {_of(str, name): value for name, value in _of(dict, values["call_keywords"]).items()},
-            _of(int, values["held_bytes"]),
+            _of(int, values["side_bytes"]),
             _of(int, values["activation_bytes"]),
             _of(int, values["largest_stage_bytes"]),
             tuple(_of(str, note) for note in _of(list, values["notes"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from lowtide.runtime.transfer.arena import rounded
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.runtime.transfer.file_tier import FileTier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
-from lowtide.schedule import Forward, Offload, Schedule, as_schedule
+from lowtide.schedule import Forward, Offload, Release, Schedule, as_schedule
 from lowtide.simulate import simulate
 from lowtide.solve import Solution
 from lowtide.units import parse_bytes
@@ -71,7 +72,7 @@ def attach(
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
     split = split or split_for(model, chain)
     _check_has_stages(model, split)
-    check_legal(schedule, split.num_stages)
+    check_legal(schedule, split.num_stages, chain)
     tier = tier_for(model, host_memory_budget)
     checks = Checks.of(strict=strict, spot_checks=spot_checks)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
@@ -144,8 +145,11 @@ def _check_has_stages(model: nn.Module, split: Split) -> None:
         )
 
 
-def check_legal(schedule: Schedule, num_stages: int) -> None:
-    """Refuse a schedule that is illegal for any chain of that many stages."""
+def check_legal(schedule: Schedule, num_stages: int, chain: Chain | None = None) -> None:
+    """Refuse a schedule that is illegal for any chain of that many stages, with the side values of `chain`.
+
+    Where no chain is given, it may free side values as it likes: the executor sees to these itself.
+    """
     if schedule.num_stages not in (0, num_stages):
         raise ScheduleError(
             f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, but the model has "
@@ -154,7 +158,11 @@ def check_legal(schedule: Schedule, num_stages: int) -> None:
     most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
     variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
     stages = tuple(Stage(str(k), 0.0, 0.0, 1, 1, variants=variants) for k in range(num_stages))
-    simulate(Chain("any", stages, 1), schedule, bandwidth=1)
+    if chain is None:
+        kept = [op for op in schedule.operations if not (isinstance(op, Release) and op.kind == "s")]
+        simulate(Chain("any", stages, 1), replace(schedule, operations=tuple(kept)), bandwidth=1)
+    else:
+        simulate(Chain("any", stages, 1, side_values=chain.side_values), schedule, bandwidth=1)
 
 
 def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_bytes: int = 0) -> Tier:

@@ -65,7 +65,7 @@ def plan_from_dict(
     split = _split_from(values.get("split"))
     schedule = Schedule.from_dict(values.get("schedule") or {})
     chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
-    check_legal(schedule, split.num_stages)
+    check_legal(schedule, split.num_stages, chain)
     signature = None if values.get("signature") is None else Signature.from_dict(values["signature"])
     compilation = None if values.get("compilation") is None else Compilation.from_dict(values["compilation"])
     checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])

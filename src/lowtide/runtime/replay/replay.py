@@ -10,8 +10,10 @@ The model runs as it always does and is as before afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -23,7 +25,7 @@ from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StagedForward, StageLayout
-from lowtide.runtime.replay.tape import Tape
+from lowtide.runtime.replay.tape import Origin, Tape
 from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
@@ -146,6 +148,7 @@ class Recording:
         if current.session is not None:
             return plain(*args, **kwargs)
         forward = _RecordedForward(
+            self._model,
             self._layout,
             self._stages,
             self._is_state,
@@ -167,11 +170,46 @@ class Recording:
         return is_buffer_of(self._model, tensor)
 
 
+def _getter_of(model: nn.Module, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """What reads a tensor from the attribute of a module that holds it, in lists and dicts too; None: there is none."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            path = _path_to(value, tensor)
+            if path is not None:
+                return partial(_at, module, name, path)
+    return None
+
+
+def _path_to(value: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """The keys that lead from a value to a tensor in it."""
+    if value is tensor:
+        return ()
+    if isinstance(value, dict):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return None
+    for key, item in items:
+        if (rest := _path_to(item, tensor)) is not None:
+            return key, *rest
+    return None
+
+
+def _at(module: nn.Module, name: str, path: tuple[Any, ...]) -> torch.Tensor:
+    value = getattr(module, name)
+    for key in path:
+        value = value[key]
+    found: torch.Tensor = value
+    return found
+
+
 class _RecordedForward(StagedForward):
     """Notes the forms of what crosses from stage to stage."""
 
     def __init__(
         self,
+        model: nn.Module,
         layout: StageLayout,
         taped: frozenset[int],
         is_state: Callable[[torch.Tensor], bool],
@@ -180,6 +218,9 @@ class _RecordedForward(StagedForward):
         functions: Functions,
     ) -> None:
         super().__init__(layout, taped, is_state, functions=functions)
+        self._model = model
+        self._starts: list[int] = []  # the sequence number of the first node of autograd's graph in each stage
+        self.ledger.look_up = self._origin_in_attribute
         self._generators = generators
         self.recorded: dict[int, RecordedStage] = {}
         self._forms: dict[int, dict[int, Form]] = {}
@@ -210,9 +251,25 @@ class _RecordedForward(StagedForward):
     def begin_stage(self, k: int) -> None:
         if k == 1:
             self._forms[0] = {number: Form.of(tensor) for number, tensor in self.ledger.alive(0).items()}
+        self._starts.append(torch._C._autograd._get_sequence_nr())
         super().begin_stage(k)
         if self._on_stage is not None:
             self._on_stage(k)
+
+    def _origin_in_attribute(self, tensor: torch.Tensor) -> Origin | None:
+        """The origin of a tensor that an earlier stage has left in an attribute of a module, with a number below 0."""
+        node = tensor.grad_fn
+        stage = 0 if node is None else bisect.bisect_right(self._starts, node._sequence_nr())
+        if not 0 < stage < self.stage or stage not in self.tapes:
+            return None
+        getter = _getter_of(self._model, tensor)
+        if getter is None:
+            return None
+        number = -1 - len(self.tapes[stage].left)
+        self.tapes[stage].left[number] = getter
+        self.ledger.note(tensor, (stage, number))
+        self._forms[stage][number] = Form.of(tensor)
+        return stage, number
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         forms = self._forms[k] = {number: Form.of(tensor) for number, tensor in outputs.items()}

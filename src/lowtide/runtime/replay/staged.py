@@ -145,6 +145,9 @@ class StagedForward:
             self.tape.finish(outputs)
             if k - 1 in self.tapes:
                 self.tapes[k - 1].finish(self.tape.inputs)  # by now it is known which of them matter
+            for stage, number in self.tape.sides:
+                if stage in self.tapes:
+                    self.tapes[stage].finish(dict.fromkeys((*self.tapes[stage].outputs, number)))
 
     def invoke(
         self,

@@ -1,8 +1,9 @@
 """Records what one stage did, so that it can be recomputed from another input.
 
 A tape lists the calls of a stage in order: its units, and the functions of torch that the code between them called. A
-tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots.
-Whatever else it reads (parameters, masks, tensors held for the whole chain) is kept as it is, without its history.
+tape keeps no activation alive: tensors that the stage itself made, or that the stage before it made, stand as slots,
+and so do side values, tensors of earlier stages, where somebody keeps them (`on_side`). Whatever else it reads
+(parameters, masks) is kept as it is, without its history.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Surroundings
 
+Origin = tuple[int, int]
+"""The stage that made a tensor, and its number among those of the stage; stage 0 is the caller."""
+
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = -1  # the slot of a result that is one of the tensors handed in
 
@@ -35,11 +39,13 @@ class Ledger:
     Stage 0 are the tensors that the caller handed to the model.
     """
 
-    __slots__ = ("_entries", "_made")
+    __slots__ = ("_entries", "_made", "look_up")
 
     def __init__(self) -> None:
+        self.look_up: Callable[[torch.Tensor], Origin | None] | None = None
+        """Asked for the origin of a tensor that no call has returned."""
         # id -> (the tensor, (the stage that made it, its number among the tensors of that stage))
-        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
+        self._entries: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
         self._made: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def add(self, tensor: torch.Tensor, stage: int) -> int:
@@ -50,14 +56,18 @@ class Ledger:
         made.append(reference)
         return number
 
-    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def note(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Note the origin of a tensor that is not numbered among those that calls return."""
+        self._entries[id(tensor)] = (weakref.ref(tensor), origin)
+
+    def find(self, tensor: torch.Tensor) -> Origin | None:
         """The stage and number of a tensor; None where no stage made it.
 
         An entry whose tensor died is never taken for a new tensor at the same address.
         """
         entry = self._entries.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
-            return None
+            return None if self.look_up is None else self.look_up(tensor)
         return entry[1]
 
     def alive(self, stage: int) -> dict[int, torch.Tensor]:
@@ -139,6 +149,9 @@ class Tape:
         self.calls: list[TapedCall] = []
         self.inputs: dict[int, int] = {}
         """Slot of each tensor of the previous stage that this one reads, by its number there."""
+        self.sides: dict[Origin, int] = {}
+        """Slot of each differentiable tensor of a stage before the previous one that this one reads, where `on_side` is
+        told of them."""
         self.held: list[Held] = []
         self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
         self.refusal: str | None = None
@@ -149,6 +162,10 @@ class Tape:
         """The numbers of the tensors that a run returns."""
         self.on_input: Callable[[int, torch.Tensor], None] | None = None
         """Called while recording with each tensor of the previous stage that the stage turns out to read."""
+        self.left: dict[int, Callable[[], torch.Tensor]] = {}
+        """By number, below 0, tensors that a call leaves in an attribute: what gives each after a run."""
+        self.on_side: Callable[[Origin, torch.Tensor], None] | None = None
+        """Called while recording with each of these; None: the tape keeps them itself."""
         self._made: dict[int, int] = {}
         self._read_slots: list[int] = []  # by the call that is recorded
         self._last: dict[int, int] = {}  # by slot, the position of the last call that reads it
@@ -233,6 +250,11 @@ class Tape:
                     if self.on_input is not None:
                         self.on_input(number, tensor)
                 slot = self.inputs[number]
+            elif stage > 0 and self.on_side is not None and tensor.grad_fn is not None and slot is None:
+                if found not in self.sides:
+                    self.sides[found] = self._new_slot()
+                    self.on_side(found, tensor)
+                slot = self.sides[found]
             if slot is not None:
                 self._read_slots.append(slot)
                 return Slot(slot)
@@ -303,7 +325,7 @@ class Tape:
     def _get_ready(self) -> None:
         """Find out when each slot can be freed; before the first run, since many tapes are finished twice."""
         self._is_ready = True
-        self._outputs = [self._made[number] for number in self.outputs]
+        self._outputs = [self._made[number] for number in self.outputs if number >= 0]
         for entry in self.calls:
             entry.dead = []
         for slot, position in self._last.items():
@@ -313,17 +335,20 @@ class Tape:
     def close(self) -> None:
         """End the recording."""
         self._ledger = None
-        self.on_input = None
+        self.on_input = self.on_side = None
         self._held_of.clear()
         self._in_numpy.clear()
 
     # Running
 
-    def run(self, inputs: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+    def run(
+        self, inputs: Mapping[int, torch.Tensor], sides: Mapping[Origin, torch.Tensor] = MappingProxyType({})
+    ) -> list[torch.Tensor]:
         """Recompute the stage.
 
         Args:
             inputs: the previous stage's tensors by number; those that the stage reads must be there.
+            sides: the same of earlier stages' tensors.
 
         Returns:
             The stage's outputs, in the order given to `finish`.
@@ -340,11 +365,13 @@ class Tape:
         values: list[Any] = [None] * self._num_slots
         for number, slot in self.inputs.items():
             values[slot] = inputs[number]
+        for origin, slot in self.sides.items():
+            values[slot] = sides[origin]
         with self._generators_left_alone() if self.hands_generators else nullcontext():
             for position, entry in enumerate(self.calls):
                 self._position = position
                 self._run_call(entry, values)
-        return [values[slot] for slot in self._outputs]
+        return [values[self._made[number]] if number >= 0 else self.left[number]() for number in self.outputs]
 
     @contextmanager
     def _generators_left_alone(self) -> Iterator[None]:

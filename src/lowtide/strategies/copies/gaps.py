@@ -249,7 +249,8 @@ class _Reader:
 
     def _touch(self, position: int, value: Value) -> None:
         last = self.touched[value]
-        if position > last + 1 and self.sizes[value]:
+        may_move = value[0] != "s" or not self.chain.side_values_stay
+        if position > last + 1 and self.sizes[value] and may_move:
             self.gaps.append(Gap(value, self.made[value], last, position, self.sizes[value]))
         self.touched[value] = position
 

@@ -1,0 +1,148 @@
+"""Side values: the memory that skips stages, and where it counts.
+
+A side value is one storage that a stage makes and that a later stage than the next one, or the caller, reads. It is
+neither in what its maker leaves nor in what its readers save. A schedule frees it after the backward of its first
+reader; where the maker's own backward needs it too, the next stage counts as a reader (it is there anyway), and the
+backward of the maker takes its bytes besides. What the caller has in hand stays beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowtide.chain import SideValue
+from lowtide.runtime.measure.stage_figures import StageFigures
+from lowtide.runtime.measure.stages import StagedModel
+from lowtide.runtime.replay.tape import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Skipping:
+    """One storage that skips stages.
+
+    Args:
+        name: for people.
+        num_bytes: its size; 0 for what is there anyway, such as a view of a parameter.
+        maker: the stage that makes it.
+        readers: the stages that read it.
+        origins: the tensors in it that skip stages.
+        is_returned: the caller has it in hand while backward runs.
+    """
+
+    name: str
+    num_bytes: int
+    maker: int
+    readers: frozenset[int]
+    origins: frozenset[Origin]
+    is_returned: bool = False
+
+    def is_saved(self, figures: Sequence[StageFigures]) -> bool:
+        """Whether the backward of its maker needs it."""
+        maker = figures[self.maker - 1]
+        ways = (maker, *(each for _, each in maker.variants))
+        return any((self.maker, number) in self.origins for each in ways for number in each.saved_held)
+
+    def as_side_value(self, figures: Sequence[StageFigures]) -> SideValue:
+        """The side value in a chain with these figures."""
+        readers = set(self.readers)
+        if self.is_saved(figures):
+            readers.add(self.maker + 1)
+        if self.is_returned:
+            readers.add(len(figures))
+        if self.is_passed_on(figures):
+            readers.add(max(readers) + 1)
+        return SideValue(self.name, self.num_bytes, self.maker, tuple(sorted(readers)), self.grad_bytes(figures))
+
+    def is_passed_on(self, figures: Sequence[StageFigures]) -> bool:
+        """Whether its gradient is the gradient of its last reader's output, and so made by the stage after that."""
+        last = max(self.readers)
+        if last == len(figures) or self.is_returned:
+            return False
+        held = figures[last - 1].held
+        return any(held[place][0] in self.origins for place in figures[last - 1].passed_on)
+
+    def grad_bytes(self, figures: Sequence[StageFigures]) -> int:
+        """What its gradient takes; that of what only the caller reads is among those with which backward begins."""
+        return max(sum(size for origin, size in figure.held if origin in self.origins) for figure in figures)
+
+
+def skipping_in(staged: StagedModel, *, keeps_result: bool) -> list[Skipping]:
+    """What skips stages in a recorded forward, in the order in which it is made."""
+    there = _addresses((*staged.model.parameters(), *staged.model.buffers(), *staged.inputs()))
+    groups: dict[int, list[Origin]] = {}
+    for origin in sorted(staged.held):
+        for address in _addresses([staged.held[origin]]):
+            groups.setdefault(address, []).append(origin)
+    found = []
+    for address, origins in groups.items():
+        maker = origins[0][0]
+        readers = {k for origin in origins for k in (origin[0], *staged.readers[origin]) if k > maker}
+        is_returned = keeps_result and not staged.returned.isdisjoint(origins)
+        found.append(
+            Skipping(
+                staged.split.stages[maker - 1].units[-1].path,
+                0 if address in there else staged.held[origins[0]].untyped_storage().nbytes(),
+                maker,
+                frozenset(readers or {maker + 1}),  # else a loop has it that is done with it before backward
+                frozenset(origins),
+                is_returned,
+            )
+        )
+    return found
+
+
+def with_side_values(figures: Sequence[StageFigures], skipping: Iterable[Skipping]) -> list[StageFigures]:
+    """The figures where each side value is freed after the backward of its first reader."""
+    found = list(figures)
+    for each in skipping:
+        side = each.as_side_value(figures)
+        # What the caller has in hand stays until backward has ended, and what the maker saves until its own backward.
+        for k in range(1, side.readers[0]) if each.is_returned else ():
+            found[k - 1] = found[k - 1].with_more(each.num_bytes, each.num_bytes)
+        if each.is_saved(figures) and not each.is_returned:
+            found[each.maker - 1] = found[each.maker - 1].with_more(0, each.num_bytes)
+        last = side.readers[-1]
+        if each.is_passed_on(figures):
+            found[last - 2] = found[last - 2].with_less_gradient(side.grad_bytes)
+        elif any(origin in each.origins for origin, _ in figures[last - 1].held):  # its gradient is made there, and
+            found[last - 1] = found[last - 1].with_more(0, -side.grad_bytes)  # counted by itself
+    return found
+
+
+def with_outliving(
+    figures: Sequence[StageFigures], skipping: Iterable[Skipping], start_bytes: Sequence[int]
+) -> list[StageFigures]:
+    """The figures with what the model's own code holds beyond its use when a stage begins: a variable, the arguments of
+    a call around it.
+
+    Where all is saved, most of it is what an earlier stage has saved: there it counts as far as plain training takes no
+    more for it.
+
+    Args:
+        figures: of each stage.
+        skipping: what skips stages; a schedule counts it.
+        start_bytes: what was there when each stage began in the model's own run, which kept nothing for backward.
+    """
+    sides = [sum(each.num_bytes for each in skipping if each.maker == k) for k in range(len(figures) + 1)]
+    left_bytes = sum(figure.saved_bytes for figure in figures) + sum(sides)  # until the end of a forward that saves all
+    found = []
+    for k, figure in enumerate(figures, start=1):
+        counted_bytes = figures[k - 2].output_bytes + sum(sides[:k]) if k > 1 else 0
+        more_bytes = max(0, start_bytes[k - 1] - start_bytes[0] - counted_bytes)
+        left_bytes -= figure.saved_bytes + sides[k]
+        found.append(
+            replace(
+                figure,
+                forward_extra_bytes=figure.forward_extra_bytes + more_bytes,
+                saving_extra_bytes=figure.saving_extra_bytes
+                + min(more_bytes, max(0, left_bytes - figure.saving_extra_bytes)),
+            )
+        )
+    return found
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}

@@ -1,0 +1,156 @@
+"""Values that skip stages: what is measured of them, and that steps take what the chain says."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.coverage_shapes import UNet
+from torch import nn
+
+import lowtide
+from lowtide import Backward, Forward, Offload, Release, Schedule
+from lowtide.chain import SideValue
+from lowtide.errors import PlanError, ScheduleError
+from lowtide.runtime.meter import Meter
+from lowtide.runtime.plan.attach import split_for
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    loss(model(x)).backward()
+    model.zero_grad()
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return UNet(8, 3), torch.randn(2, 3, 64, 64)
+
+
+def measured(model: nn.Module, x: torch.Tensor) -> lowtide.Chain:
+    return lowtide.measure(model, x, loss=loss, moves_activations=False)
+
+
+def test_skip_connections_have_bytes_a_maker_and_readers() -> None:
+    model, x = network()
+    chain = measured(model, x)
+    first = chain.side_values[0]
+    names = [stage.name for stage in chain.stages]
+    assert first.num_bytes == 2 * 8 * 64 * 64 * 4
+    assert first.grad_bytes == 2 * first.num_bytes  # a view of the gradient of what it is concatenated to
+    assert names[first.maker - 1].startswith("down.0")
+    assert first.maker + 1 in first.readers
+    assert any(names[k - 1].startswith("grow.2") for k in first.readers)
+    assert chain.side_values_stay
+    assert lowtide.Chain.from_dict(chain.to_dict()) == chain
+    # neither the stage that makes it nor the one that reads it counts it
+    assert chain.stage(first.maker).output_bytes == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_steps_take_what_is_predicted(strict: bool) -> None:
+    model, x = network()
+    chain = measured(model, x)
+    plain = lowtide.solve(chain, memory_budget=2**60, strategy="store-all").peak_bytes
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.solve(chain, memory_budget=1, strategy="rotor")
+    least = caught.value.minimum_bytes
+    assert least < 0.75 * plain
+    for share in (0.0, 0.3, 0.6, 0.9):
+        solution = lowtide.solve(chain, memory_budget=int(least + share * (plain - least)), strategy="rotor")
+        with warnings.catch_warnings(), lowtide.attach(model, solution, strict=strict):
+            warnings.simplefilter("ignore", lowtide.LowtideWarning)  # no trial step has corrected the prediction
+            step(model, x)
+            with Meter("cpu") as meter:
+                step(model, x)
+        assert 0.95 * meter.peak_bytes <= solution.peak_bytes <= 1.05 * meter.peak_bytes
+
+
+class Weaving(nn.Module):
+    """Two values skip stages, one of them over another's maker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.layers[0](x)
+        b = self.layers[1](a)
+        c = self.layers[2](b)
+        d = self.layers[3](c) + a
+        e = self.layers[4](d) * b
+        return self.layers[5](e) + a
+
+
+ORDERS = {
+    # what reads the first layer's output runs again before it does, and after it has
+    "readers first": [6, 5, 4, 3, 2, 1],
+    "in segments": [4, 5, 6, 1, 2, 3],
+}
+
+
+def repeated(order: str) -> Schedule:
+    operations = [Forward(k, "keep") for k in range(1, 7)]
+    if order == "readers first":
+        for k in ORDERS[order]:
+            operations += [Forward(k, "all"), Backward(k)]
+        return Schedule("by hand", operations)
+    operations = [Forward(1, "keep"), Forward(2, "drop"), Forward(3, "drop"), Forward(4, "keep"), Forward(5, "drop")]
+    operations += [Forward(6, "drop"), Forward(4, "drop"), Forward(5, "all"), Forward(6, "all"), Backward(6)]
+    operations += [Backward(5), Forward(1, "keep"), Forward(2, "all"), Forward(3, "all"), Forward(4, "all")]
+    return Schedule("by hand", [*operations, Backward(4), Backward(3), Backward(2), Forward(1, "all"), Backward(1)])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_side_values_are_made_anew_with_their_maker(order: str) -> None:
+    torch.manual_seed(0)
+    model, x = Weaving(), torch.randn(4, 16)
+    loss(model(x)).backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    chain = lowtide.measure(model, x, stages=["layers.*"])
+    assert {(side.maker, side.readers) for side in chain.side_values} == {(1, (2, 5, 6)), (2, (3, 6))}
+    schedule = repeated(order)
+    lowtide.simulate(chain, schedule)
+    for strict in (False, True):
+        with lowtide.attach(model, schedule, split=split_for(model, chain), strict=strict):
+            for _ in range(2):
+                model.zero_grad()
+                loss(model(x)).backward()
+                assert all(map(torch.equal, plain, (parameter.grad for parameter in model.parameters())))
+
+
+def test_side_values_that_stay_are_not_moved() -> None:
+    stages = [lowtide.Stage(str(k), 1.0, 1.0, 8, 8) for k in range(4)]
+    chain = lowtide.Chain("skip", stages, side_values=[SideValue("skip", 100, 1, (4,), 0)], side_values_stay=True)
+    moving = [Forward(1, "all"), Offload("s", 1), *(Forward(k, "all") for k in (2, 3, 4))]
+    schedule = Schedule("by hand", [*moving, *(Backward(k) for k in (4, 3, 2, 1))])
+    with pytest.raises(ScheduleError, match="stay on the device"):
+        lowtide.simulate(chain, schedule, bandwidth=1)
+    lowtide.simulate(replace(chain, side_values_stay=False), schedule, bandwidth=1)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    solution = lowtide.solve(chain, memory_budget=1000)
+    with pytest.raises(PlanError, match="side_values_stay"):
+        lowtide.attach(model, replace(solution, schedule=schedule))
+    # what a strategy frees is not moved, and nothing keeps stages apart for it
+    assert any(isinstance(operation, Release) for operation in solution.schedule.operations)
+    with lowtide.attach(model, solution) as plan:
+        model(torch.ones(1, 4)).sum().backward()
+        assert plan.stats().num_steps == 1
+
+
+@pytest.mark.parametrize("strategy", ["offload", "pofo", "autocapper", "opportunist"])
+def test_strategies_that_move_leave_them_where_they_are(strategy: str) -> None:
+    stages = [lowtide.Stage(str(k), 1.0, 1.0, 50, 100) for k in range(6)]
+    sides = [SideValue("wide", 60, 1, (6,), 0), SideValue("narrow", 30, 2, (5,), 0)]
+    chain = lowtide.Chain("skips", stages, 50, side_values=sides, side_values_stay=True)
+    plain = lowtide.solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes
+    solution = lowtide.solve(chain, memory_budget=int(0.8 * plain), strategy=strategy, bandwidth="100B/s")
+    moved = [operation for operation in solution.schedule.operations if isinstance(operation, Offload)]
+    assert moved
+    assert all(operation.kind != "s" for operation in moved)
