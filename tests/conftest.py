@@ -63,5 +63,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module(_IMPORTED_LATE)
         if hasattr(session.config, "workerinput"):
             importlib.import_module(_IMPORTED_TO_COMPILE)
+    _freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After a file: what stays (frameworks that were imported, compiled code) is not looked at again."""
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()

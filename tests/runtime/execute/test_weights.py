@@ -28,7 +28,8 @@ from torch import nn
 
 import lowtide
 from lowtide import Backward, Prefetch, Schedule
-from lowtide.errors import PlanError
+from lowtide.errors import ExecutionError, PlanError
+from lowtide.runtime.execute.weights import Parked
 from lowtide.runtime.meter import Meter
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -412,6 +413,25 @@ def test_detaching_brings_everything_back_and_training_goes_on():
         assert_equal(one, other)
 
 
+def test_detaching_without_room_for_everything(monkeypatch):
+    plain = models.stages_of_every_kind()
+    plain_optimizer = make_adamw(plain.parameters())
+    expected = [train(plain, plain_optimizer) for _ in range(2)]
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    plan = lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
+    assert_equal(train(model, optimizer), expected[0])
+
+    def no_room(self: Any) -> int:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Parked, "prefetch", no_room)
+    with pytest.raises(ExecutionError, match="the device has no room for all weights"):
+        plan.detach()
+    assert not plan.is_attached
+    assert_equal(train(model, optimizer), expected[1])  # where everything is
+
+
 def test_copies_share_nothing():
     model = models.stages_of_every_kind()
     optimizer = make_adamw(model.parameters())
@@ -425,6 +445,20 @@ def test_copies_share_nothing():
 
 
 # Steps that are not as the list has them
+
+
+def test_another_optimizer_than_the_one_that_was_given():
+    """Its step is not taken stage by stage; it works on what is on the host where that is."""
+    plain = models.stages_of_every_kind()
+    expected = train(plain, make_adamw(plain.parameters()))
+    chain = lowtide.Chain("", [lowtide.Stage(str(k), 1.0, 2.0, 8, 8, weight_bytes=80) for k in range(N)])
+    for schedule in (
+        parking(recomputing(N)),
+        lowtide.solve(chain, memory_budget=600, strategy="joint", bandwidth=100).schedule,
+    ):
+        model = models.stages_of_every_kind()
+        with lowtide.attach(model, schedule, optimizer=make_adamw(model.parameters())):
+            assert_equal(train(model, make_adamw(model.parameters())), expected)
 
 
 def test_a_forward_without_a_backward_and_an_exception_on_the_way():
@@ -535,6 +569,20 @@ def test_an_optimizer_that_looks_across_parameters():
     for optimizer in (Normalised(model.parameters(), lr=0.1), torch.optim.LBFGS(model.parameters())):
         with pytest.raises(PlanError, match="does not treat each parameter by itself"):
             lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
+
+
+def test_several_processes(monkeypatch):
+    model, optimizer = model_and_optimizer()
+    x = batches(SHAPE, 1)[0]
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(PlanError, match="does not work with several processes"):
+        lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with lowtide.attach(model, parking(storing(N)), optimizer=optimizer):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # as after DistributedDataParallel(model)
+        with pytest.raises(PlanError, match="does not work with several processes"):
+            model(x)
 
 
 def test_a_model_that_was_converted_while_it_was_parked():

@@ -197,3 +197,25 @@ def test_larger_batches_are_planned_for():
         for each, numbers in zip(given, expected, strict=True):
             assert_equal(train(plan.model, optimizer, each, 2), numbers)
         assert plan.num_shapes == 2
+
+
+def test_accumulation_within_the_budget():
+    """Gradients that are there when a forward begins are added to where they are, whether that was planned or not."""
+
+    def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        seed_all(1)
+        for index in range(6):
+            square(model(batch(blocks))).backward()
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    expected = accumulate(*made(blocks))
+    for grads_resident in (False, True):
+        plan, optimizer = fitted(blocks, int(0.7 * resident_bytes(blocks)), grads_resident=grads_resident)
+        with plan:
+            assert plan.schedule.strategy == "joint"
+            assert_equal(accumulate(plan.model, optimizer), expected)
+            assert plan.stats().measured_peak_bytes <= plan.memory_budget
+        del plan, optimizer

@@ -19,6 +19,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.plan.attach import split_for
+from lowtide.runtime.state.rng import Source
 
 
 class Noisy(nn.Module):
@@ -63,6 +64,7 @@ def test_generators_of_every_kind():
     assert_equal(numbers(model), numbers(make()))
 
 
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the result of each step
 def test_planning_for_a_model_with_generators_of_every_kind():
     model, num_samples = make(), 4096  # so many that the generators' states, which count on a CPU, do not matter
     options = {"bandwidth": 0, "optimizer": "sgd"}
@@ -328,12 +330,14 @@ def test_a_generator_that_the_model_keeps_and_hands_on():
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, x, memory_budget=1000, bandwidth=0)
     with lowtide.fit(model, x, memory_budget=caught.value.minimum_bytes, bandwidth=0) as plan:
-        for _ in range(3):
-            for each in (model, twin):
+        found = {}
+        for each in (model, twin):  # one after the other: a plain step takes more than the budget, and would count
+            for n in range(3):
                 each.zero_grad()
                 each(x).square().mean().backward()
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(one.grad, other.grad)
+                found[each, n] = [parameter.grad.clone() for parameter in each.parameters()]
+        for n in range(3):
+            assert all(map(torch.equal, found[model, n], found[twin, n]))
         assert plan.stats().recomputed_per_step > 0
     assert torch.equal(model.generator.get_state(), twin.generator.get_state())
 
@@ -380,3 +384,32 @@ def test_planning_during_training_moves_no_generator_that_comes_inside_arguments
     sample = (torch.ones(64, 16), {"std": 0.1, "torch": source, "more": [other]})
     lowtide.fit(model, sample, memory_budget="1GiB", bandwidth=0, strategy="revolve")
     assert_equal(numbers(model, source, other), expected)
+
+
+DRAWS = {
+    "a number": lambda g: torch.rand((), generator=g),
+    "a normal number": lambda g: torch.randn((), generator=g),
+    "a double normal number": lambda g: torch.randn((), generator=g, dtype=torch.float64),
+    "more than are at hand": lambda g: torch.rand(1300, generator=g),
+    "an order": lambda g: torch.randperm(5, generator=g),
+    "an exponential number": lambda g: torch.empty(1).exponential_(generator=g),
+    "a seed": lambda g: g.manual_seed(g.initial_seed() + 1),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("of", [lambda: torch.default_generator, torch.Generator], ids=["default", "own"])
+def test_every_draw_from_a_generator_of_torch_is_seen(of, draw):
+    generator = of()
+    source = Source.of(generator)
+    for _ in range(4):  # every other normal number was drawn with the one before
+        before = source.state()
+        assert source.state() is before
+        draw(generator)
+        after = source.state()
+        assert after != before
+        assert after == generator.get_state().numpy().tobytes()
+        source.set(before)
+        assert before == generator.get_state().numpy().tobytes()
+        draw(generator)
+        assert after == generator.get_state().numpy().tobytes()

@@ -148,7 +148,7 @@ class Execution:
                 "call plan.detach() on one of them"
             )
         machine, current = self.machine, self._interception.current
-        with machine.alone():
+        with machine.alone:
             machine.spot_checks.judge()
             machine.spot_checks.next_turn()
             machine.refresh()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import compress
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -83,6 +85,12 @@ class StageRun:
         self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
         self.spot_check: SpotCheck | None = None
+
+    def note_parameters(self, parameters: list[nn.Parameter]) -> None:
+        """Note which parameters the stage has, how often each was written to, and whether it is trained."""
+        self.parameters = parameters
+        self.versions = versions_of(parameters)
+        self.trained = are_trained(parameters)
 
 
 class RunningStep:
@@ -201,7 +209,7 @@ class RunningStep:
                 )
             self._enter_task()
             if self._filled > k:
-                with self.machine.alone():
+                with self.machine.alone:
                     self._walk(self.program.backward[k])
                     self._fill(k)
             if self._weights is not None:
@@ -453,7 +461,7 @@ class RunningStep:
         assert run.random_after is not None
         if run.tape.sets_generators or run.tape.hands_generators:
             return
-        if self.machine.generators.contents() == run.random_after.contents:
+        if self.machine.generators.are_at(run.random_after):
             return
         raise ExecutionError(
             f"stage {self.machine.stage_name(k)!r} drew different random numbers when it was recomputed than the "
@@ -461,13 +469,13 @@ class RunningStep:
             "torch.Generator"
         )
 
-    def check_written(self, k: int, before: list[int]) -> None:
+    def check_written(self, k: int) -> None:
         """Refuse a stage that has changed a parameter in its first run: recomputed, it would change it once more."""
         run = self.runs[k]
-        if run.versions == before or len(run.versions) != len(before):
+        if versions_of(run.parameters) == run.versions:
             return
-        for parameter, one, other in zip(run.parameters, before, run.versions, strict=True):
-            if one != other:
+        for parameter, version in zip(run.parameters, run.versions, strict=True):
+            if parameter._version != version:
                 raise ExecutionError(
                     f"stage {self.machine.stage_name(k)!r} changes {self.machine.describe(parameter)} in place in its "
                     "forward, so it cannot be recomputed; change it after the optimizer step, or make it a buffer"
@@ -511,13 +519,27 @@ def _copying(pack: Pack, addresses: set[int]) -> Pack:
     return copying
 
 
-@contextmanager
-def _trained_as_then(run: StageRun) -> Iterator[None]:
+def are_trained(parameters: list[nn.Parameter]) -> list[bool]:
+    """Whether each of them requires a gradient."""
+    return list(map(_requires_grad, parameters))
+
+
+_requires_grad = attrgetter("requires_grad")
+
+
+def _trained_as_then(run: StageRun) -> AbstractContextManager[None]:
     """Train the parameters that the first run trained: some may have been frozen since, or begun to be trained."""
-    changed = [p for p, trained in zip(run.parameters, run.trained, strict=True) if p.requires_grad != trained]
+    now = are_trained(run.parameters)
+    return nullcontext() if now == run.trained else _switched(compress(run.parameters, map(ne, run.trained, now)))
+
+
+@contextmanager
+def _switched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Train those that are not trained, and the other way round."""
+    changed = list(parameters)
+    for parameter in changed:
+        parameter.requires_grad_(not parameter.requires_grad)
     try:
-        for parameter in changed:
-            parameter.requires_grad_(not parameter.requires_grad)
         yield
     finally:
         for parameter in changed:

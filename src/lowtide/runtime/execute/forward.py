@@ -19,7 +19,6 @@ from lowtide.runtime.execute.values import Activation, Sorter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.replay.endings import saves_last_before_a_product
 from lowtide.runtime.replay.staged import StagedForward
-from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.state.environment import Mark, version_of
 from lowtide.runtime.state.rng import GeneratorWatch, State
 from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks, refuse_weight_cache
@@ -42,7 +41,6 @@ class ExecutedForward(StagedForward):
         self._before: State | None = None
         self._mark: Mark | None = None
         self._writes: Writes | None = None  # where it is to be seen what a stage changes
-        self._versions: list[int] = []
         self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
 
     def run(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,11 +95,13 @@ class ExecutedForward(StagedForward):
             self._hooks = run.placeholders.first_run(step, sink)
             self._begin_call = run.placeholders.begin_call
         self._before = None
-        if self.tape is not None:
+        if k in step.program.repeats:
+            run.note_parameters(machine.parameters_of(k))
             self._before = self._random or machine.generators.state()
-            self._versions = versions_of(machine.parameters_of(k))
-        self._mark = machine.environment_of(k).mark(others=step.read)
-        self._writes = Writes() if self._mark.observes and machine.can_be_watched(k) else None
+        environment = machine.environment_of(k)
+        self._mark = None if environment is None else environment.mark(others=step.read)
+        is_observed = self._mark is not None and self._mark.observes
+        self._writes = Writes() if is_observed and machine.can_be_watched(k) else None
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """Where generators are set between calls, in a stage that may be recomputed."""
@@ -113,9 +113,6 @@ class ExecutedForward(StagedForward):
         run = self.step.runs[k]
         if self.tape is not None and self.tape.refusal is not None:
             raise ExecutionError(self.tape.refusal)
-        run.parameters = self.machine.parameters_of(k)
-        run.versions = versions_of(run.parameters)
-        run.trained = [parameter.requires_grad for parameter in run.parameters]
         self._random = None
         if self._before is not None:
             assert self.tape is not None
@@ -123,8 +120,11 @@ class ExecutedForward(StagedForward):
             run.random = self._before
             self.machine.generators.learn(run.random, run.random_after)
             self.machine.note_generators(k, are_set=self.tape.sets_generators)
-            self.step.check_written(k, self._versions)
-        self._end_environment(k)
+            self.step.check_written(k)
+        else:
+            run.note_parameters(self.machine.parameters_of(k))
+        if self._mark is not None:
+            self._end_environment(k, self._mark)
         for tensor in outputs.values() if k < self.layout.num_stages else ():
             node = tensor.grad_fn  # each look makes a new object
             if node is not None:
@@ -135,11 +135,11 @@ class ExecutedForward(StagedForward):
         self.step.after_first(k, outputs, self._sorter)
         self._sorter = None
 
-    def _end_environment(self, k: int) -> None:
+    def _end_environment(self, k: int, mark: Mark) -> None:
         """Note what the first run of stage k changed besides its outputs."""
-        step, run, mark = self.step, self.step.runs[k], self._mark
-        assert mark is not None
+        step, run = self.step, self.step.runs[k]
         environment = self.machine.environment_of(k)
+        assert environment is not None
         if self.tape is not None:
             read = self.machine.buffers_among(self.tape.held)
             step.read += environment.include(mark, read)
@@ -167,15 +167,7 @@ class ExecutedForward(StagedForward):
     ) -> Any:
         """Run one call of the current stage under its hooks."""
         if self._writes is not None:
-            with self._writes:
-                result = self._invoke(name, call, args, kwargs, module)
-            self._writes.note_results(tensors_of(result))
-            return result
-        return self._invoke(name, call, args, kwargs, module)
-
-    def _invoke(
-        self, name: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module | None
-    ) -> Any:
+            return self._observe(self._writes, name, call, args, kwargs, module)
         if self._hooks is None:
             return super().invoke(name, call, args, kwargs, module)
         self._begin_call(name)
@@ -185,3 +177,14 @@ class ExecutedForward(StagedForward):
             return super().invoke(name, call, args, kwargs, module)
         finally:
             _pop_saved_tensors_default_hooks()
+
+    def _observe(self, writes: Writes, *call: Any) -> Any:
+        """Run one call of the current stage, and see what it changes."""
+        self._writes = None
+        try:
+            with writes:
+                result = self.invoke(*call)
+        finally:
+            self._writes = writes
+        writes.note_results(tensors_of(result))
+        return result

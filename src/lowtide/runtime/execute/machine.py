@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import chain
 from types import MappingProxyType
 
@@ -33,6 +32,23 @@ class Counters:
         self.num_steps = 0
         self.num_recomputed = 0
         self.moved_bytes = 0
+
+
+class _Alone:
+    """Refuses a second thread: two would disturb each other's random numbers and buffers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ExecutionError(
+                "this model is already running in another thread, and a plan serves one thread at a time; give each "
+                "thread its own copy of the model (copy.deepcopy), or use a lock"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Machine:
@@ -83,7 +99,8 @@ class Machine:
         """The stages that may be recomputed without needing their output."""
         self.repeated: set[int] = set()
         """The stages that have been recomputed at least once."""
-        self._lock = threading.RLock()
+        self.alone = _Alone()
+        """Held by the thread that the model runs in."""
         self._probed: set[int] = set()  # the stages around whose first run ever all generators were looked at
         self._sets_generators = False  # whether code between calls was seen to set one
         self._modules = self._modules_by_stage(split)
@@ -111,16 +128,15 @@ class Machine:
             self._storages.clear()
 
     def _environments_by_stage(self) -> dict[int, Environment]:
-        """Of a stage that is never recomputed, what it has in common with others."""
+        """Of a stage that is never recomputed, what it has in common with those that are."""
+        repeated = self.program.repeats
         inside = {k: modules[: len(modules) - len(self._outside)] for k, modules in self._modules.items()}
-        taped = {id(module) for k in self.program.taped for _, module in inside[k]}
+        shared = {id(module) for k in repeated for _, module in inside[k]}
         together = Together()
         found = {}
-        for k, modules in inside.items():
-            is_taped = k in self.program.taped
-            own = [(path, module) for path, module in modules if is_taped or id(module) in taped]
-            beside = self._outside if taped else ()
-            found[k] = Environment(own, beside, together, exchanges=self.can_be_watched(k))
+        for k, modules in inside.items() if repeated else ():
+            own = [(path, module) for path, module in modules if k in repeated or id(module) in shared]
+            found[k] = Environment(own, self._outside, together, exchanges=self.can_be_watched(k))
         return found
 
     def _modules_by_stage(self, split: Split) -> dict[int, list[tuple[str, nn.Module]]]:
@@ -142,9 +158,9 @@ class Machine:
         """The parameters of stage k, as they are now."""
         return [p for p in chain.from_iterable(map(dict.values, self._parameter_tables[k])) if p is not None]
 
-    def environment_of(self, k: int) -> Environment:
-        """What stage k may read or change besides its inputs."""
-        return self._environments[k]
+    def environment_of(self, k: int) -> Environment | None:
+        """What stage k may read or change besides its inputs; None: no stage is recomputed, so it does not matter."""
+        return self._environments.get(k)
 
     def can_be_watched(self, k: int) -> bool:
         """Whether the operations of stage k can be seen without changing what it does: not those of compiled code."""
@@ -203,26 +219,13 @@ class Machine:
 
     # Random numbers
 
-    def watch_of(self, k: int) -> GeneratorWatch:
-        """What notices generators that are set between the calls of stage k."""
+    def watch_of(self, k: int) -> GeneratorWatch | None:
+        """What notices generators that are set between the calls of stage k; None: it is never recomputed."""
+        if k not in self.program.repeats:
+            return None
         return GeneratorWatch(self.generators, reads_all=self._sets_generators or k not in self._probed)
 
     def note_generators(self, k: int, *, are_set: bool) -> None:
         """Stage k has run, and its code between calls was seen to set generators or not."""
         self._probed.add(k)
         self._sets_generators |= are_set
-
-    # Threads
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Refuse a second thread: two would disturb each other's random numbers and buffers."""
-        if not self._lock.acquire(blocking=False):
-            raise ExecutionError(
-                "this model is already running in another thread, and a plan serves one thread at a time; give each "
-                "thread its own copy of the model (copy.deepcopy), or use a lock"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()

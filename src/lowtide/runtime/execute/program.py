@@ -76,7 +76,7 @@ class Program:
         first: the index of each stage's first forward, by stage (entry 0 is unused).
         backward: the index of each stage's backward.
         modes: the mode of each forward, by its index in the list.
-        taped: the stages that are recorded: those that run again, and those whose saved tensors are sorted.
+        taped: the stages that are recorded: those that are recomputed, and those whose saved tensors are sorted.
         watched: the stages whose tensors must be known: those before a recorded one, those whose output is moved, those
             that make side values of recorded ones, and those before whose backward there is something to do.
         moved: the values that are copied to the host.

@@ -36,12 +36,7 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
             "the schedule moves weights, which is not ready for CUDA devices yet; use a strategy that moves "
             "activations alone"
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise PlanError(
-            "the schedule moves weights, which does not work with several processes (DDP, FSDP); use a strategy that "
-            "moves activations alone"
-        )
+    _check_is_alone()
     if optimizer is None:
         raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
     trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -51,6 +46,16 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         raise PlanError(
             f"the optimizer does not have parameter {missing!r}, so its state and steps cannot be followed; pass the "
             "one optimizer that has all trained parameters, or freeze the others"
+        )
+
+
+def _check_is_alone() -> None:
+    """Refuse several processes: they exchange gradients that are not there any more."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise PlanError(
+            "the schedule moves weights, which does not work with several processes (DDP, FSDP); use a strategy that "
+            "moves activations alone"
         )
 
 
@@ -137,6 +142,7 @@ class StagedSteps:
 
     def begin(self) -> None:
         """A forward begins."""
+        _check_is_alone()
         if not self._in_closure:
             self._depth = 0  # a step that ended in an exception has run no hook
             self._put_groups_back()

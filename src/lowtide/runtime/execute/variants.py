@@ -6,8 +6,7 @@ variant runs forward as that variant, whenever it runs. What the schedule keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -82,11 +81,6 @@ class StageVariants:
         if self._choice is not None:
             self._choice.index = 0
 
-    @contextmanager
-    def running(self, k: int) -> Iterator[None]:
+    def running(self, k: int) -> AbstractContextManager[None]:
         """Recompute stage k within the block."""
-        if self._choice is None:
-            yield
-            return
-        with self._choice.running(self._indices[k]):
-            yield
+        return nullcontext() if self._choice is None else self._choice.running(self._indices[k])

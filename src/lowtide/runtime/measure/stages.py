@@ -188,7 +188,7 @@ class StagedModel:
 
     def generator_states(self) -> list[torch.Tensor]:
         """The states of torch's generators now."""
-        return self._generators.state().of_torch
+        return [torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in self._generators.of_torch()]
 
     def inputs(self) -> list[torch.Tensor]:
         """The caller's tensors."""

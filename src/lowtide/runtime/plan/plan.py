@@ -314,15 +314,22 @@ class Plan:
     # Attaching
 
     def detach(self) -> None:
-        """Give the model back as it was; graphs that are still alive keep working."""
+        """Give the model back as it was; graphs that are still alive keep working.
+
+        Raises:
+            ExecutionError: where weights were on the host and the device has no room for all of them. What did not fit
+                stays usable in host memory, and the plan is detached.
+        """
         if self._attached:
             self._attached = False
-            self._part.execution.remove()
-            self._steps.close()
-            if self._part.compiled is not None:
-                self._part.compiled.remove()
-            if self._planner is not None:
-                self._planner.remove()
+            try:
+                self._part.execution.remove()
+            finally:
+                self._steps.close()
+                if self._part.compiled is not None:
+                    self._part.compiled.remove()
+                if self._planner is not None:
+                    self._planner.remove()
 
     def __enter__(self) -> Plan:
         return self

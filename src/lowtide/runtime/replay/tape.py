@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -24,7 +24,7 @@ from lowtide.runtime.model.containers import GENERATORS, Held, Slot, build, part
 from lowtide.runtime.replay.endings import follows_nothing, is_harmless
 from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.state.rng import GeneratorWatch, Source, State
-from lowtide.runtime.state.surroundings import Kernels, Surroundings
+from lowtide.runtime.state.surroundings import Surroundings
 
 Origin = tuple[int, int]
 """The stage that made a tensor, and its number among those of the stage; stage 0 is the caller."""
@@ -88,7 +88,6 @@ class TapedCall:
         "call",
         "dead",
         "drawn_from",
-        "kernels",
         "kwargs",
         "module",
         "name",
@@ -104,25 +103,20 @@ class TapedCall:
         call: Callable[..., Any],
         args: list[Any],
         kwargs: dict[str, Any],
-        results: list[int],
         module: torch.nn.Module | None,
-        training: bool,
-        surroundings: Surroundings,
-        kernels: Kernels,
     ) -> None:
         self.name = name
         self.call = call
         self.args = args
         self.kwargs = kwargs
-        self.results = results
+        self.results: list[int] = []
         self.module = module
-        self.training = training
-        self.surroundings = surroundings
-        self.kernels = kernels
+        self.training = module is not None and module.training
+        self.surroundings: Surroundings | None = None
         self.dead: list[int] = []
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
-        self.drawn_from: list[tuple[Source, Any]] = []
+        self.drawn_from: Sequence[tuple[Source, Any]] = ()
         """The generators that were handed to the call, and their states."""
 
 
@@ -138,7 +132,8 @@ class Tape:
         ledger: who made which tensor.
         is_state: whether a tensor is a buffer of the model: writing into it is allowed, and undone by whoever runs the
             tape.
-        watch: notices generators that are set between calls; None: nobody looks.
+        watch: notices generators that are set between calls; None: the tape only tells what the stage reads, and is
+            never run.
     """
 
     def __init__(
@@ -161,6 +156,8 @@ class Tape:
         self._held_of: dict[int, tuple[weakref.ref[torch.Tensor], Held]] = {}
         self.refusal: str | None = None
         """Why the stage cannot be recomputed; None if it can."""
+        self.hands_generators = False
+        """Whether a call was handed a generator: after a recomputation it is where it was before."""
         self.outputs: tuple[int, ...] = ()
         """The numbers of the tensors that a run returns."""
         self.on_input: Callable[[int, torch.Tensor], None] | None = None
@@ -170,6 +167,8 @@ class Tape:
         self.on_side: Callable[[Origin, torch.Tensor], None] | None = None
         """Called while recording with each of these; None: the tape keeps them itself."""
         self._made: dict[int, int] = {}
+        self._read_slots: list[int] = []  # by the call that is recorded
+        self._last: dict[int, int] = {}  # by slot, the position of the last call that reads it
         self._in_numpy: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Tensors whose memory was handed to numpy, which counts no version, and what they held then."""
         self._num_slots = 0
@@ -179,11 +178,6 @@ class Tape:
         self._ledger: Ledger | None = ledger
         self._is_state = is_state
         self._watch = watch
-
-    @property
-    def hands_generators(self) -> bool:
-        """Whether a call was handed a generator: after a recomputation it is where it was before."""
-        return any(entry.drawn_from for entry in self.calls)
 
     @property
     def sets_generators(self) -> bool:
@@ -201,17 +195,17 @@ class Tape:
         module: torch.nn.Module | None = None,
     ) -> Any:
         """Run a call and put it on the tape."""
-        training = module is not None and module.training
-        surroundings, kernels = Surroundings.now(), Kernels.now()
-        if self._watch is not None:
-            self._watch.before_call()
         read: list[tuple[torch.Tensor, int]] = []
+        self._read_slots.clear()
         if len(args) == 1 and type(args[0]) is torch.Tensor:  # most modules; without the detour over `template`
             forms = [self._encode(read, args[0])]
         else:
             forms = [template(value, partial(self._encode, read)) for value in args]
         keyword_forms = {key: template(value, partial(self._encode, read)) for key, value in kwargs.items()}
-        drawn_from = [(source, source.state()) for source in _sources_in((*forms, *keyword_forms.values()))]
+        entry = TapedCall(name, call, forms, keyword_forms, module)
+        if self._watch is not None:
+            self._note_surroundings(entry)
+            self._watch.before_call()
         result = call(*args, **kwargs)
         if name in _TO_NUMPY and isinstance(args[0], torch.Tensor):
             self._in_numpy[id(args[0])] = weakref.ref(args[0]), _checksum(args[0])
@@ -224,15 +218,21 @@ class Tape:
                 self._note_change(tensor, name)
         if name == "__set__" and call == _SET_DATA:  # no version tells of it
             self._note_change(args[0], "data")
-        results = [self._add(tensor, read) for tensor in tensors_of(result)]
+        entry.results = [self._add(tensor, read) for tensor in tensors_of(result)]
         # What is left out is a question about a tensor, such as its shape: the answer stands in the later calls.
-        if results or changes or name == "__set__":
-            entry = TapedCall(name, call, forms, keyword_forms, results, module, training, surroundings, kernels)
-            entry.drawn_from = drawn_from
+        if entry.results or changes or name == "__set__":
             if self._watch is not None:
                 entry.random = self._watch.take()
+            self._last.update(dict.fromkeys((*entry.results, *self._read_slots), len(self.calls)))
             self.calls.append(entry)
         return result
+
+    def _note_surroundings(self, entry: TapedCall) -> None:
+        entry.surroundings = Surroundings.now()
+        others = [form for form in (*entry.args, *entry.kwargs.values()) if type(form) not in _NO_GENERATORS]
+        if others:
+            entry.drawn_from = [(source, source.state()) for source in _sources_in(others)]
+            self.hands_generators |= bool(entry.drawn_from)
 
     def _encode(self, read: list[tuple[torch.Tensor, int]], tensor: torch.Tensor) -> Slot | Held:
         """What represents a tensor passed to a call; the tensor and its version are added to `read`."""
@@ -243,19 +243,21 @@ class Tape:
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
-            if stage == self.stage:
-                return Slot(self._made[number])
+            slot = self._made[number] if stage == self.stage else None
             if stage == self.stage - 1:
                 if number not in self.inputs:
                     self.inputs[number] = self._new_slot()
                     if self.on_input is not None:
                         self.on_input(number, tensor)
-                return Slot(self.inputs[number])
-            if stage > 0 and self.on_side is not None and tensor.grad_fn is not None:
+                slot = self.inputs[number]
+            elif stage > 0 and self.on_side is not None and tensor.grad_fn is not None and slot is None:
                 if found not in self.sides:
                     self.sides[found] = self._new_slot()
                     self.on_side(found, tensor)
-                return Slot(self.sides[found])
+                slot = self.sides[found]
+            if slot is not None:
+                self._read_slots.append(slot)
+                return Slot(slot)
         known = self._held_of.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
             return known[1]  # a module may ask whether two of its arguments are the same (`key is value`)
@@ -324,17 +326,11 @@ class Tape:
         """Find out when each slot can be freed; before the first run, since many tapes are finished twice."""
         self._is_ready = True
         self._outputs = [self._made[number] for number in self.outputs if number >= 0]
-        if len(self.calls) == 1:
-            return  # what it leaves is let go at once, with the table
-        last: dict[int, int] = {}
-        for index, entry in enumerate(self.calls):
+        for entry in self.calls:
             entry.dead = []
-            for form in (*entry.args, *entry.kwargs.values()):
-                last.update((slot.index, index) for slot in parts(form, Slot))
-            last.update((result, index) for result in entry.results if result not in last)
-        for slot_index, index in last.items():
-            if slot_index not in self._outputs and slot_index != _NOWHERE:
-                self.calls[index].dead.append(slot_index)
+        for slot, position in self._last.items():
+            if slot not in self._outputs and slot != _NOWHERE:
+                self.calls[position].dead.append(slot)
 
     def close(self) -> None:
         """End the recording."""
@@ -371,12 +367,21 @@ class Tape:
             values[slot] = inputs[number]
         for origin, slot in self.sides.items():
             values[slot] = sides[origin]
-        handed = [source for entry in self.calls for source, _ in entry.drawn_from]
-        with _left_as_they_are(handed) if handed else nullcontext():
+        with self._generators_left_alone() if self.hands_generators else nullcontext():
             for position, entry in enumerate(self.calls):
                 self._position = position
                 self._run_call(entry, values)
         return [values[self._made[number]] if number >= 0 else self.left[number]() for number in self.outputs]
+
+    @contextmanager
+    def _generators_left_alone(self) -> Iterator[None]:
+        """Put back, after the block, the states of generators that calls were handed."""
+        states = [(source, source.state()) for entry in self.calls for source, _ in entry.drawn_from]
+        try:
+            yield
+        finally:
+            for source, state in states:
+                source.set(state)
 
     def may_end_in(self, frame: FrameType) -> bool:
         """Whether the current run can be ended in a frame without leaving anything undone."""
@@ -407,10 +412,11 @@ class Tape:
             self._watch.generators.set(entry.random)
         for source, state in entry.drawn_from:
             source.set(state)
-        if entry.surroundings == Surroundings.now() and entry.kernels == Kernels.now():
+        assert entry.surroundings is not None
+        if entry.surroundings == Surroundings.now():
             result = entry.call(*args, **kwargs)
         else:
-            with entry.surroundings.applied(), entry.kernels.applied():
+            with entry.surroundings.applied():
                 result = entry.call(*args, **kwargs)
         made = tensors_of(result)
         if len(made) != len(entry.results):
@@ -435,22 +441,11 @@ def _is_of_torch(function: Any) -> bool:
 
 def _sources_in(forms: Iterable[Any]) -> list[Source]:
     """The generators among the arguments of a call, nested ones too."""
-    found = (value for form in forms if type(form) not in _NO_GENERATORS for value in parts(form, GENERATORS))
+    found = (value for form in forms for value in parts(form, GENERATORS))
     return [source for value in found if (source := Source.of(value)) is not None]
 
 
 _NO_GENERATORS = frozenset({Slot, Held, type(None), bool, int, float, str})
-
-
-@contextmanager
-def _left_as_they_are(sources: Iterable[Source]) -> Iterator[None]:
-    """Put back, after the block, the states of generators that calls were handed."""
-    states = [(source, source.state()) for source in sources]
-    try:
-        yield
-    finally:
-        for source, state in states:
-            source.set(state)
 
 
 _TO_NUMPY = frozenset({"numpy", "__array__"})

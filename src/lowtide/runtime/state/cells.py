@@ -81,7 +81,7 @@ class Layout:
     """
 
     def __init__(self, base: Sequence[Table], labels: Sequence[tuple[str, str]]) -> None:
-        self._base = base
+        self._base: list[Any] = [*base]
         self._steps: list[tuple[int, Any, type, bool]] = []
         """Of each other container: the number of the one around it, the key there, its type, and if it is an object."""
         tables: list[Any] = [*base]
@@ -135,11 +135,15 @@ class Layout:
         switches = [index for index, kind in enumerate(self._types) if kind in _SWITCHES or callable(values[index])]
         self._switches = _getter(switches)
 
-    def look(self) -> Look | None:
-        """What the cells hold now; None: they are elsewhere by now."""
+    def look(self, known: Sequence[Any] | None = None) -> Look | None:
+        """What the cells hold now; None: they are elsewhere by now.
+
+        Args:
+            known: what they have held: then only values that are others by now are looked at, and listed.
+        """
         if any(self._empty) or list(map(len, self._filled)) != self._sizes:
             return None
-        tables: list[Any] = [*self._base]
+        tables = [*self._base] if self._steps else self._base
         try:
             for parent, key, kind, is_object in self._steps:
                 value = tables[parent][key]
@@ -149,11 +153,17 @@ class Layout:
             values = self._values(tables)
         except (IndexError, KeyError, TypeError):
             return None
-        if list(map(type, values)) != self._types:
-            return None
+        others: list[int] = []
+        if known is None:
+            if list(map(type, values)) != self._types:
+                return None
+        else:
+            others = list(compress(count(), map(is_not, values, known)))
+            if any(type(values[index]) is not self._types[index] for index in others):
+                return None
         if self._inner and any(len(tables[n]) != size for n, size in self._inner):
             return None
-        return Look(self, tables, values, self._sequences(tables) if self.others else [])
+        return Look(self, tables, values, self._sequences(tables) if self.others else [], others)
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
         return list(chain.from_iterable([get(tables[n]) for n, get in self._read]))
@@ -165,12 +175,12 @@ class Layout:
         """Which values say what a module does, as switches and functions do, and numbers that count do not."""
         return tuple(map(id, self._switches(values)))
 
-    def set_others(self, tables: Sequence[Any], wanted: Sequence[Any], now: Sequence[Any]) -> None:
+    def set_others(self, wanted: Sequence[Any], now: Look) -> None:
         """Put the wanted values where others stand now."""
-        for index in compress(count(), map(is_not, wanted, now)):
+        for index in now.others:
             value = wanted[index]
-            if value is not _Hidden and not _is_shard(value) and not _is_shard(now[index]):
-                self.set(tables, index, _value(value))
+            if value is not _Hidden and not _is_shard(value) and not _is_shard(now.values[index]):
+                self.set(now.tables, index, _value(value))
 
     def set(self, tables: Sequence[Any], index: int, value: Any) -> None:
         """Put a value in its place."""
@@ -220,13 +230,22 @@ class Layout:
 class Look:
     """What cells hold at one moment, every object itself: not to be kept for long."""
 
-    __slots__ = ("layout", "sequences", "tables", "values")
+    __slots__ = ("layout", "others", "sequences", "tables", "values")
 
-    def __init__(self, layout: Layout, tables: list[Any], values: list[Any], sequences: list[list[Any] | int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        tables: list[Any],
+        values: list[Any],
+        sequences: list[list[Any] | int],
+        others: list[int],
+    ) -> None:
         self.layout = layout
         self.tables = tables
         self.values = values
         self.sequences = sequences
+        self.others = others
+        """Where the values are not those that were known."""
 
     def is_same(self, other: Look | None) -> bool:
         """Whether the very same objects stand everywhere."""
@@ -241,10 +260,6 @@ class Look:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are no parameters and have no graph."""
         return Kept(self).contents()[0]
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters."""
-        return [self.values[index] for index in self.layout.parameters]
 
     def restore_sequences(self) -> list[Any]:
         """Restore the contents of lists, deques and sets; returns what they held."""
@@ -267,9 +282,9 @@ class Look:
 
     def restore(self) -> None:
         """Restore the contents of every container."""
-        now = self.layout.look()
+        now = self.layout.look(self.values)
         if now is not None and self.layout.are_same(now.tables, self.tables):
-            self.layout.set_others(self.tables, self.values, now.values)
+            self.layout.set_others(self.values, now)
             if all(map(_is_same_sequence, now.sequences, self.sequences)):
                 return
         for table, content in self.layout.contents(self.tables, self.values, self.sequences):
@@ -309,6 +324,10 @@ class Kept:
             labels += [layout.label(index)] * len(inside)
         return tensors, labels
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return [self.values[index] for index in self.layout.parameters]
+
     def addresses(self) -> set[int]:
         """Those of the tensors that have their own places."""
         return {id(self.values[index]) for index in self.layout.tensors}
@@ -322,10 +341,10 @@ class Kept:
                 self.layout.set(tables, index, other)
 
     def apply(self, look: Look) -> None:
-        """Let the cells, which hold what `look` says, hold what they held."""
+        """Let the cells, which hold what a look that knew this says, hold what they held."""
         layout = self.layout
         if look.layout is layout:
-            layout.set_others(look.tables, self.values, look.values)
+            layout.set_others(self.values, look)
             if all(map(_is_same_sequence, self._sequences, look.sequences)):
                 return
         tables = look.tables if look.layout is layout else layout.resolved()
@@ -351,9 +370,11 @@ class Cells:
             self._labels += [(path, ""), *((path, name) for name in registries)]
         self._layout: Layout | None = None
 
-    def look(self) -> Look:
-        """What they hold now."""
-        look = None if self._layout is None else self._layout.look()
+    def look(self, kept: Kept | None = None) -> Look:
+        """What they hold now; where that is compared with what they have held, quickly."""
+        look = None
+        if self._layout is not None:
+            look = self._layout.look(kept.values if kept is not None and kept.layout is self._layout else None)
         if look is None:
             self._layout = Layout(self._base, self._labels)
             look = self._layout.look()

@@ -10,6 +10,7 @@ if it is small.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.state.cells import Cells, Kept, Label
@@ -89,6 +91,23 @@ class Together:
         return name not in self._on_tapes and len(self._users.get(_storage_of(tensor) or 0, ())) == 1
 
 
+class Expected(NamedTuple):
+    """What a stage does to the tensors in its cells, by their positions there, as far as earlier runs have shown."""
+
+    key: tuple[Any, ...]
+    """What it holds for: where cells are, switches, the tensors themselves, and who else uses them."""
+    tracked: Sequence[int]
+    """Those whose content is looked after."""
+    labels: Sequence[Label]
+    """What these are."""
+    copied: Sequence[int]
+    """Which of these, by their positions here, are copied before the stage runs."""
+    unchanged: Sequence[int]
+    """Which of these no run has changed, and are known by a copy."""
+    unread: Mapping[int, str]
+    """The names of the others: the stage changes them, and nothing depends on what they hold."""
+
+
 class Mark:
     """An environment before a stage's first run.
 
@@ -99,25 +118,26 @@ class Mark:
     __slots__ = (
         "copies",
         "counts",
+        "expected",
         "kept",
         "labels",
         "observes",
         "stamps",
-        "switches",
         "tensors",
         "unread",
         "versions",
     )
 
-    def __init__(self, kept: Kept, switches: tuple[int, ...], *, observes: bool) -> None:
+    def __init__(self, kept: Kept, own: Sequence[torch.Tensor], expected: Expected, *, observes: bool) -> None:
         self.kept = kept
-        self.tensors, self.labels = kept.contents()
+        self.expected = expected
+        self.tensors = [own[index] for index in expected.tracked]
+        self.labels = expected.labels
         self.versions = versions_of(self.tensors)
-        self.switches = switches
         self.observes = observes
-        self.copies: dict[int, torch.Tensor] = {}
-        self.unread: Collection[str] = ()
-        """The names of those that the stage changes and that nothing depends on: they are not copied."""
+        self.copies = {index: _copy_of(self.tensors[index]) for index in expected.copied}
+        self.unread = [(own[index], name) for index, name in expected.unread.items()]
+        """Those that the stage changes and that nothing depends on, with their names: they are not copied."""
         self.stamps: list[int] = []
         self.counts: list[int] = []
 
@@ -164,8 +184,8 @@ class Environment:
         self._changing: set[str] = set()
         # The switches with which it was seen what changes, and what of it nothing depended on.
         self._observed: dict[tuple[int, ...], frozenset[str]] = {}
-        self._unread: tuple[Any, frozenset[str]] = None, frozenset()  # the same, less what others use, and as of when
-        self._spares: dict[str, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._expected: Expected | None = None  # None: something was learned since
+        self._spares: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
         self._unchanged: dict[str, tuple[int, int, torch.Tensor]] = {}  # small ones: which, its version, its content
 
@@ -179,54 +199,82 @@ class Environment:
             others: tensors of other stages that stages of this forward have read, with their names.
         """
         look = self._cells.look()
+        kept = Kept(look)
+        own, labels = kept.contents()
         switches = look.layout.switches_of(look.values)
-        observes = observes or switches not in self._observed
-        mark = Mark(Kept(look), switches, observes=observes)
+        key = (look.layout, switches, list(map(id, own)), self._together.num_uses)
+        expected = None if observes else self._expected
+        if expected is None or expected.key != key:
+            observes = observes or switches not in self._observed
+            expected = self._expect(key, own, labels, observes=observes)
+            self._expected = None if observes else expected
+        mark = Mark(kept, own, expected, observes=observes)
+        num_own = len(mark.tensors)
         for path, table in self._beside:
             for name, tensor in table.items():
                 if tensor is not None and tensor.grad_fn is None:
                     mark.add(tensor, f"{path}.{name}".strip("."), version_of(tensor))
         for name, tensor in others:
             mark.add(tensor, name, version_of(tensor))
-        if not observes:
-            mark.unread = self._unread_in(mark)
-        for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
-            name = label.name
-            is_new = self._last.get(name) not in (0, id(tensor))
-            known = self._unchanged.get(name)
-            if known is not None and known[1] != mark.versions[index]:
-                is_new = True  # somebody has changed it since
-            if observes or is_new or (name in self._changing and name not in mark.unread):
-                mark.copies[index] = (tensor.detach() if tensor.requires_grad else tensor).clone()
+        late = (*expected.unchanged, *range(num_own, len(mark.tensors)))
+        for index in (index for index in late if index not in mark.copies):
+            name, tensor, version = mark.labels[index].name, mark.tensors[index], mark.versions[index]
+            if observes or self._may_change(name, tensor) or self._is_written(name, version):
+                mark.copies[index] = _copy_of(tensor)
         return mark
 
-    def _unread_in(self, mark: Mark) -> frozenset[str]:
-        """What the stage changes and nothing reads; looked for again where cells or their users are others."""
-        key = (mark.switches, mark.kept.layout, self._together.num_uses)
-        if key != self._unread[0]:
-            addresses = list(map(_storage_of, mark.tensors))
-            alone = (
-                label.name
-                for tensor, label, address in zip(mark.tensors, mark.labels, addresses, strict=True)
-                if addresses.count(address) == 1 and not label.is_beside and self._together.is_alone(tensor, label.name)
-            )
-            self._unread = key, self._observed[mark.switches].intersection(alone)
-        return self._unread[1]
+    def _may_change(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a stage has changed a tensor of this name, or was not seen to run with this one."""
+        return name in self._changing or self._last.get(name) not in (0, id(tensor))
 
-    def include(self, mark: Mark, read: Iterable[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
+    def _is_written(self, name: str, version: int) -> bool:
+        """Whether somebody has changed a tensor that no run has changed."""
+        known = self._unchanged.get(name)
+        return known is not None and known[1] != version
+
+    def _expect(
+        self, key: tuple[Any, ...], own: Sequence[torch.Tensor], labels: Sequence[Label], *, observes: bool
+    ) -> Expected:
+        unread = {} if observes else self._unread_among(own, labels, self._observed[key[1]])
+        tracked = [index for index in range(len(own)) if index not in unread]
+        copied = [
+            place for place, index in enumerate(tracked) if observes or self._may_change(labels[index].name, own[index])
+        ]
+        named = [labels[index] for index in tracked]
+        unchanged = [place for place, label in enumerate(named) if label.name in self._unchanged]
+        return Expected(key, tracked, named, copied, unchanged, unread)
+
+    def _unread_among(
+        self, own: Sequence[torch.Tensor], labels: Sequence[Label], seen: Collection[str]
+    ) -> dict[int, str]:
+        """What the stage was seen to change without reading it, less what others use."""
+        addresses = Counter(map(_storage_of, own))
+        return {
+            index: label.name
+            for index, (tensor, label) in enumerate(zip(own, labels, strict=True))
+            if label.name in seen
+            and addresses[_storage_of(tensor)] == 1
+            and self._together.is_alone(tensor, label.name)
+        }
+
+    def include(self, mark: Mark, read: Sequence[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
         """Take tensors that the stage has read, with names and their versions then, into a mark.
 
         Returns:
             Those that were not there.
         """
-        known, new = set(map(id, mark.tensors)), []
+        new: list[tuple[str, torch.Tensor]] = []
+        known = {*map(id, mark.tensors), *(id(tensor) for tensor, _ in mark.unread)} if read else ()
         for name, tensor, version in read:
             if id(tensor) not in known:
                 mark.add(tensor, name, version)
                 new.append((name, tensor))
             self._together.note_on_tape(name)
-        if mark.unread:
-            mark.unread = self._unread_in(mark)
+        if self._together.num_uses != mark.expected.key[-1]:
+            for each in mark.unread:
+                if not self._together.is_alone(*each):
+                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
+            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
         return new
 
     def add_beside(self, path: str, module: nn.Module) -> None:
@@ -271,8 +319,10 @@ class Environment:
         for index in changed:
             name = mark.labels[index].name
             history.add(mark.tensors[index], k, self._copy_in(mark, index))
-            self._changing.add(name)
             self._unchanged.pop(name, None)
+            if name not in self._changing:
+                self._changing.add(name)
+                self._expected = None
             self._counts[name] = self._counts.get(name, 0) + 1
         mark.stamps = versions_of(mark.tensors)
         mark.counts = [self._counts.get(label.name, 0) for label in mark.labels]
@@ -282,11 +332,15 @@ class Environment:
             label, now = mark.labels[index], id(mark.tensors[index])
             if index not in changed and copy.nbytes <= _SMALL_BYTES and label.name not in self._changing:
                 self._unchanged[label.name] = now, mark.versions[index], copy
+                self._expected = None
             # Nothing is known of what a unit changes that the model left out.
             if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
-                self._last[label.name] = now if self._last.get(label.name) in (None, now) else 0
+                seen = now if self._last.get(label.name) in (None, now) else 0
+                if self._last.get(label.name) != seen:
+                    self._last[label.name] = seen
+                    self._expected = None
         mark.copies.clear()
-        return [mark.tensors[index] for index in changed]
+        return [*(mark.tensors[index] for index in changed), *(tensor for tensor, _ in mark.unread)]
 
     def _copy_in(self, mark: Mark, index: int) -> torch.Tensor | None:
         """What a tensor held at a mark, where that is known."""
@@ -306,8 +360,9 @@ class Environment:
             for index in changed
             if _storage_of(mark.tensors[index]) in unread and id(mark.tensors[index]) in cells
         )
-        self._observed[mark.switches] = self._observed.get(mark.switches, found) & found
-        self._unread = None, frozenset()
+        switches = mark.expected.key[1]
+        self._observed[switches] = self._observed.get(switches, found) & found
+        self._expected = None
 
     # Running it again
 
@@ -324,7 +379,7 @@ class Environment:
             ExecutionError: for a tensor whose former content is not known: it changed in this step and in none before,
                 or somebody else changed it since.
         """
-        others: dict[int, torch.Tensor] = {}
+        others = {id(tensor): self._spare_for(name, tensor) for tensor, name in mark.unread}
         found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         now, counts = versions_of(mark.tensors), self._counts
         for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
@@ -335,9 +390,6 @@ class Environment:
             is_own = not label.is_beside or (change is not None and change[0] == k)
             if not is_own and is_strided and tensor.untyped_storage()._cdata not in read():
                 continue  # another stage's business
-            if change is not None and change[1] is None and change[0] == k and label.name in mark.unread:
-                others[id(tensor)] = self._spare_for(label.name, tensor)
-                continue
             if change is None or change[1] is None or not is_strided:
                 raise _lost(label, by_forward=change is not None)
             found.append((tensor, change[1], not label.is_beside))
@@ -352,10 +404,9 @@ class Environment:
 
     def _spare_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for the stage to bring up to date instead of one whose content nothing depends on."""
-        which = id(tensor), tensor.data_ptr()
         spare = self._spares.get(name)
-        if spare is None or spare[0] != which:
-            spare = self._spares[name] = which, tensor.detach().clone()
+        if spare is None or spare[0] is not tensor:
+            spare = self._spares[name] = tensor, tensor.detach().clone()
         return spare[1]
 
     def _divided(
@@ -380,8 +431,8 @@ class Environment:
     @contextmanager
     def rewound(self, mark: Mark, earlier: Earlier | None = None) -> Iterator[None]:
         """Run the block with the environment of a mark, then restore the current one."""
-        now = self._cells.look()
-        hooks = ParameterHooks(now.parameters())
+        now = self._cells.look(mark.kept)
+        first_hook = RemovableHandle.next_id
         try:
             mark.kept.apply(now)
             if earlier is not None and earlier.others:
@@ -393,11 +444,12 @@ class Environment:
                 yield
         finally:
             now.restore()
-            hooks.restore()
+            if RemovableHandle.next_id != first_hook:
+                _remove_hooks(mark.kept.parameters(), first_hook)
 
     def restore(self, mark: Mark) -> None:
         """Let the cells hold what they held at a mark."""
-        mark.kept.apply(self._cells.look())
+        mark.kept.apply(self._cells.look(mark.kept))
 
 
 @contextmanager
@@ -440,6 +492,13 @@ class Backup:
             tensor.data = memory  # somebody gave it other memory, or another shape
         if self._value is not None:
             _each_once(tensor.data).copy_(self._value)
+
+
+def _remove_hooks(parameters: Iterable[nn.Parameter], first: int) -> None:
+    """Remove the hooks of parameters' own, from a number on; autograd looks at the tables themselves."""
+    for table in chain.from_iterable(map(_hook_tables, parameters)):
+        for number in [number for number in table or () if number >= first]:
+            del table[number]
 
 
 class ParameterHooks:
@@ -515,6 +574,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 _version = attrgetter("_version")
+
+
+_UNKNOWN = -1  # no version is: whatever was changed so counts as changed
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.detach() if tensor.requires_grad else tensor).clone()
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:

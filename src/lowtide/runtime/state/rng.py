@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
 from functools import partial
-from operator import is_, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import numpy
@@ -48,7 +49,7 @@ class Source:
     def of(cls, value: Any) -> Source | None:
         """A generator that a module keeps, or a call is handed; None: it is no generator."""
         if isinstance(value, torch.Generator):
-            return cls(value.get_state, value.set_state)
+            return cls(partial(_bytes_of, value), partial(_set_bytes, value), _glance_at_torch(value))
         if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
             return cls(value.getstate, value.setstate, _glance_at_python(value))
         if isinstance(value, numpy.random.Generator):
@@ -81,34 +82,53 @@ class Source:
             self._seen, self._state = None if self._glance is None else self._glance(), state
 
 
+def _bytes_of(generator: torch.Generator) -> bytes:
+    """A state, not as a tensor, which would count as the step's on a CPU."""
+    state: bytes = generator.get_state().numpy().tobytes()
+    return state
+
+
+def _set_bytes(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 def _glance_at_python(generator: random.Random) -> Glance | None:
     """Reads a few numbers in the generator's memory: how many were given out, and some of those that are at hand.
 
     Not the first of these, which is the same after every seed.
     """
-    start = id(generator) + object.__basicsize__
-    position, words = ctypes.c_int.from_address(start), _words_at(start + 2 * _WORD_BYTES)
-    state = generator.getstate()[1]
-    if (*words, position.value) != (*state[1:3], state[-1]):
+    memory, state = _memory_at(id(generator) + object.__basicsize__, 16), generator.getstate()[1]
+    if struct.unpack("iIII", memory.raw) != (state[-1], *state[:3]):
         return None  # another Python, which lays it out in another way
-    return lambda: (position.value, *words, generator.gauss_next)  # type: ignore[attr-defined]
+    return lambda: (memory.raw, generator.gauss_next)  # type: ignore[attr-defined]
 
 
 def _glance_at_numpy() -> Glance | None:
     """The same of numpy's; the normal number that it keeps for the next time is not seen."""
     bits = numpy.random.mtrand._rand._bit_generator
     start, state = bits.ctypes.state_address, bits.state["state"]
-    position, words = ctypes.c_int.from_address(start + state["key"].nbytes), _words_at(start + _WORD_BYTES)
-    if (*words, position.value) != (*state["key"][1:3], state["pos"]):
+    words, position = _memory_at(start, 12), _memory_at(start + state["key"].nbytes, 4)
+    if words.raw + position.raw != struct.pack("IIIi", *state["key"][:3], state["pos"]):
         return None
-    return lambda: (position.value, *words)
+    return lambda: (words.raw, position.raw)
 
 
-_WORD_BYTES = ctypes.sizeof(ctypes.c_uint32)
+def _glance_at_torch(generator: torch.Generator) -> Glance | None:
+    """The same of torch's on the CPU, with the normal numbers that it keeps for the next time."""
+    if generator.device.type != "cpu":
+        return None
+    # A state has 24 bytes that tell seed and position, then the numbers at hand, in twice the room they have in memory.
+    words = numpy.frombuffer(_bytes_of(generator), numpy.uint64)[3 : 3 + 624].astype(numpy.uint32).tobytes()
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    start = address + string_at(address, 256).find(words[:16])
+    if string_at(start, len(words)) != words:
+        return None  # another torch, which lays it out in another way
+    position, kept = _memory_at(start - 20, 28), _memory_at(start + len(words), 28)
+    return lambda: (position.raw, kept.raw)
 
 
-def _words_at(address: int) -> Any:
-    return (ctypes.c_uint32 * 2).from_address(address)
+def _memory_at(address: int, num_bytes: int) -> Any:
+    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 _PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))
@@ -130,12 +150,15 @@ class Generators:
     def __init__(self, devices: set[torch.device], own: Iterable[Any]) -> None:
         unique = list({id(value): value for value in own}.values())
         self._torch = [torch.default_generator, *(value for value in unique if isinstance(value, torch.Generator))]
-        others = (Source.of(value) for value in unique if not isinstance(value, torch.Generator))
-        self._others = [_PYTHON, _NUMPY, *(source for source in others if source is not None)]
         indices = {device.index or 0 for device in devices if device.type == "cuda"}
         if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             indices = {torch.cuda.current_device()}  # a model without tensors runs where its input is
         self._torch += [torch.cuda.default_generators[index] for index in sorted(indices)]
+        others = (value for value in unique if not isinstance(value, torch.Generator))
+        found = (Source.of(value) for value in (*self._torch, *others))
+        self.seeds: Callable[[], Any] = self._torch[0].initial_seed if len(self._torch) == 1 else self._seeds
+        """Reads the seeds of torch's generators, in less time than their states."""
+        self._sources = [*(source for source in found if source is not None), _PYTHON, _NUMPY]
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Generators:
@@ -145,25 +168,28 @@ class Generators:
 
     def state(self) -> State:
         """What they are about to give."""
-        return State([generator.get_state() for generator in self._torch], [other.state() for other in self._others])
+        return State([source.state() for source in self._sources])
 
-    def contents(self) -> list[bytes]:
-        """The states of torch's generators, as bytes."""
-        return State([generator.get_state() for generator in self._torch], []).contents
+    def of_torch(self) -> list[bytes]:
+        """The states of torch's own."""
+        return [source.state() for source in self._sources[: len(self._torch)]]
 
-    def seeds(self) -> list[int]:
-        """The seeds of torch's generators, which are read in a twentieth of the time of their states."""
+    def _seeds(self) -> list[int]:
         return list(map(_seed_of, self._torch))
 
     def learn(self, before: State, after: State) -> None:
         """Note from which of them a stage has drawn."""
-        for other, one, two in zip(self._others, before.others, after.others, strict=True):
+        for source, one, two in zip(self._sources, before.values, after.values, strict=True):
             if one is not two:
-                other.is_drawn_from()
+                source.is_drawn_from()
 
     def drawn_since(self, before: State) -> bool:
         """Whether any of them was used since a state."""
         return self.state() != before
+
+    def are_at(self, state: State) -> bool:
+        """Whether torch's are in a state."""
+        return all(map(_is_same, self.of_torch(), state.values))
 
     @contextmanager
     def replayed(self, state: State) -> Iterator[None]:
@@ -177,42 +203,32 @@ class Generators:
 
     def set(self, state: State) -> None:
         """Make them give again what they were about to give."""
-        for generator, value in zip(self._torch, state.of_torch, strict=True):
-            generator.set_state(value)
-        for other, value in zip(self._others, state.others, strict=True):
-            other.set(value)
+        for source, value in zip(self._sources, state.values, strict=True):
+            source.set(value)
 
 
 class State:
     """The states of all generators at one moment; two are equal if nothing was drawn."""
 
-    __slots__ = ("of_torch", "others")
+    __slots__ = ("values",)
 
-    def __init__(self, of_torch: list[torch.Tensor], others: list[Any]) -> None:
-        self.of_torch = of_torch
-        self.others = others
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, State):
-            return NotImplemented
-        return self.contents == other.contents and all(map(is_, self.others, other.others))
+        return isinstance(other, State) and all(map(_is_same, self.values, other.values))
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def contents(self) -> list[bytes]:
-        """Those of torch as bytes, which are compared in a twentieth of the time of `torch.equal`."""
-        return [string_at(state.data_ptr(), state.nbytes) for state in self.of_torch]
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two states are equal: all of them, a normal number that is kept for the next time included."""
+    if one is other:
+        return True
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, numpy.ndarray):
         return bool((one == other).all())
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
     return bool(one == other)
 
 

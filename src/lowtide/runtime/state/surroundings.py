@@ -7,13 +7,14 @@ blocks have ended. Random numbers are in `lowtide.runtime.state.rng`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._C import (
     _get_function_stack_at,
+    _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _pop_torch_function_stack,
@@ -27,43 +28,111 @@ from lowtide.errors import ExecutionError
 _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
+class Kernels(NamedTuple):
+    """The process-wide switches that decide which kernel an operation takes, and with which numbers."""
+
+    cudnn_enabled: bool
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    cudnn_attention: bool
+    memory_efficient: bool
+    flash: bool
+    math: bool
+    deterministic: bool
+    deterministic_warns: bool
+    mkldnn: bool
+    default_dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> Kernels:
+        """As they are for this process."""
+        return cls._make([read() for read in _KERNEL_SWITCHES])
+
+    def apply(self) -> None:
+        """Set them."""
+        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+        cudnn.enabled, cudnn.benchmark = self.cudnn_enabled, self.cudnn_benchmark
+        cudnn.deterministic = self.cudnn_deterministic
+        cuda.enable_flash_sdp(self.flash)
+        cuda.enable_mem_efficient_sdp(self.memory_efficient)
+        cuda.enable_math_sdp(self.math)
+        cuda.enable_cudnn_sdp(self.cudnn_attention)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
+        torch._C._set_mkldnn_enabled(self.mkldnn)
+        torch.set_default_dtype(self.default_dtype)
+
+
+# What the properties of `torch.backends` read, in the order of `Kernels`. The first ones matter to CUDA alone.
+_KERNEL_SWITCHES = (
+    torch._C._get_cudnn_enabled,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_mkldnn_enabled,
+    torch.get_default_dtype,
+)
+_NUM_FOR_CUDA = 5
+
+# What is asked for at every recorded call.
+_SWITCHES = (
+    torch.is_grad_enabled,
+    torch.is_autocast_cache_enabled,
+    *_KERNEL_SWITCHES[0 if torch.cuda.is_available() else _NUM_FOR_CUDA :],
+)
+
+
 class Surroundings(NamedTuple):
-    """Gradient mode, autocast and modes at one moment; two are equal if nothing has changed."""
+    """Gradient mode, autocast, modes and the choice of kernels at one moment; equal if nothing has changed."""
 
     grad_enabled: bool
     autocast: tuple[torch.dtype | None, ...]
     """For each type of device the dtype, None where autocast is off."""
     autocast_cache: bool
-    modes: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+    modes: tuple[tuple[Any, ...], tuple[Any, ...]]
     """The user's modes that see functions (`TorchFunctionMode`), and those that see operations, the outermost first."""
+    kernels: Kernels
 
     @classmethod
     def now(cls) -> Surroundings:
-        """As they are for this thread."""
-        if _len_torch_function_stack() or _len_torch_dispatch_stack():
-            return cls._under_autocast()._replace(modes=(_function_modes(), _dispatch_modes()))
-        if not torch._C._is_any_autocast_enabled():
-            return _WITHOUT_AUTOCAST[torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
-        return cls._under_autocast()
-
-    @classmethod
-    def _under_autocast(cls) -> Surroundings:
+        """As they are for this thread; without autocast and modes, the same object each time."""
+        global _last
+        switches = None
+        if not (_is_any_autocast_enabled() or _len_torch_function_stack() or _len_torch_dispatch_stack()):
+            switches = [read() for read in _SWITCHES]
+            if _last is not None and switches == _last[0]:
+                return _last[1]
         autocast = tuple(
             torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
             for device_type in _DEVICE_TYPES
         )
-        return cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
+        modes = _function_modes(), _dispatch_modes()
+        found = cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), modes, Kernels.now())
+        if switches is not None:
+            _last = switches, found
+        return found
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Run the block in these surroundings; they are seldom others than now, so look first."""
+        """Run the block in these surroundings."""
+        kernels = Kernels.now()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for device_type, dtype in zip(_DEVICE_TYPES, self.autocast, strict=True):
                 enabled = dtype is not None
                 stack.enter_context(torch.autocast(device_type, dtype, enabled, self.autocast_cache))
             stack.enter_context(_modes_in_place(self.modes))
+            if kernels != self.kernels:
+                stack.callback(kernels.apply)
+                self.kernels.apply()
             yield
+
+
+_last: tuple[list[Any], Surroundings] | None = None  # switches without autocast and modes, and what they say
 
 
 def _function_modes() -> tuple[Any, ...]:
@@ -139,65 +208,3 @@ def refuse_weight_cache(model: nn.Module) -> None:
             f"the model is called inside parametrize.cached(), so a recomputation of {found!r} would not find its "
             "weight in that cache; call the model outside of it, or call plan.detach()"
         )
-
-
-# Made once: they are asked for at every recorded call.
-_WITHOUT_AUTOCAST = {
-    (grad_enabled, cache): Surroundings(grad_enabled, (None,) * len(_DEVICE_TYPES), cache)
-    for grad_enabled in (False, True)
-    for cache in (False, True)
-}
-
-
-class Kernels(NamedTuple):
-    """The process-wide switches that decide which kernel an operation takes, and with which numbers."""
-
-    cudnn: tuple[bool, bool, bool]
-    attention: tuple[bool, bool, bool, bool]
-    deterministic: tuple[bool, bool]
-    mkldnn: bool
-    default_dtype: torch.dtype
-
-    @classmethod
-    def now(cls) -> Kernels:
-        """As they are for this process."""
-        # What the properties of `torch.backends` read; asked once for each recorded call, so without their detours.
-        get = torch._C
-        return cls(
-            (get._get_cudnn_enabled(), get._get_cudnn_benchmark(), get._get_cudnn_deterministic()),
-            (
-                get._get_flash_sdp_enabled(),
-                get._get_mem_efficient_sdp_enabled(),
-                get._get_math_sdp_enabled(),
-                get._get_cudnn_sdp_enabled(),
-            ),
-            (get._get_deterministic_algorithms(), get._get_deterministic_algorithms_warn_only()),
-            get._get_mkldnn_enabled(),
-            torch.get_default_dtype(),
-        )
-
-    def apply(self) -> None:
-        """Set them."""
-        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self.cudnn
-        flash, efficient, math, from_cudnn = self.attention
-        cuda.enable_flash_sdp(flash)
-        cuda.enable_mem_efficient_sdp(efficient)
-        cuda.enable_math_sdp(math)
-        cuda.enable_cudnn_sdp(from_cudnn)
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        torch._C._set_mkldnn_enabled(self.mkldnn)
-        torch.set_default_dtype(self.default_dtype)
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Run the block with these switches; they are seldom others than now."""
-        before = Kernels.now()
-        return nullcontext() if self == before else self._applied(before)
-
-    @contextmanager
-    def _applied(self, before: Kernels) -> Iterator[None]:
-        self.apply()
-        try:
-            yield
-        finally:
-            before.apply()
