@@ -218,11 +218,11 @@ STRUCTURE = [
     Awkward("block called for parts", stack(structure.InParts), (8, structure.WIDTH)),
     Awkward("autograd functions between blocks", structure.CustomFunctions, (4, 8)),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
-    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15, fitted=16),
+    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
     Awkward(
         "losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5, fitted=256
     ),
-    Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15, fitted=8),
+    Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15),
 ]
 
 ROWS = [*BUFFERS, *ATTRIBUTES, *CONTAINERS, *PATHS, *STRUCTURE]
