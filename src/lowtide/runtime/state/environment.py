@@ -330,7 +330,8 @@ class Environment:
             self._learn(mark, changed, unread)
         for index, copy in mark.copies.items():
             label, now = mark.labels[index], id(mark.tensors[index])
-            if index not in changed and copy.nbytes <= _SMALL_BYTES and label.name not in self._changing:
+            is_small = copy.numel() * copy.element_size() <= _SMALL_BYTES  # a sparse one has no bytes of its own
+            if index not in changed and is_small and label.name not in self._changing:
                 self._unchanged[label.name] = now, mark.versions[index], copy
                 self._expected = None
             # Nothing is known of what a unit changes that the model left out.
