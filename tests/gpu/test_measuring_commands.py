@@ -24,6 +24,7 @@ pytestmark = [
         ("benchmarks.scale", [], "rows"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:a step took")  # budgets here are those of the model alone, without libraries
 def test_a_run_in_small(command, given, rows, tmp_path):
     main = importlib.import_module(command).main
     main(["--tiny", "--device", "cuda", "--seconds", "120", "--output", str(tmp_path), *given])

@@ -97,15 +97,25 @@ def test_bfloat16():
 
 
 def test_what_is_parked_takes_no_device_memory():
+    x = torch.randn(64, WIDTH, device="cuda")
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    other = network()
+    step(other, torch.optim.AdamW(other.parameters(), fused=True))  # libraries take their workspaces
+    del other
     model = network()
     one = sum(p.numel() * p.element_size() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = torch.cuda.memory_allocated() - one
     with lowtide.attach(model, parking(recomputing(NUM_BLOCKS)), optimizer=optimizer):
-        train(model, optimizer)
+        step(model, optimizer)
         assert torch.cuda.memory_allocated() - before < one / 4
         torch.cuda.reset_peak_memory_stats()
-        train(model, optimizer)
+        step(model, optimizer)
         # a block's weights, gradient and two moments, and less than as much for activations and temporaries
         assert torch.cuda.max_memory_allocated() - before < 8 * one / NUM_BLOCKS
         assert all(p.is_cuda and p.untyped_storage().nbytes() for p in model.parameters())
@@ -164,7 +174,7 @@ def test_a_checkpoint_is_loaded_without_the_device(tmp_path):
         before = torch.cuda.memory_allocated()
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
-        assert torch.cuda.memory_allocated() - before < 2**16
+        assert torch.cuda.memory_allocated() - before <= 2**16  # numbers of steps, each in a block of its own
         assert_equal(train(model, optimizer, 2), expected)
 
 
