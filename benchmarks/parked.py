@@ -64,7 +64,7 @@ def measured(make: Any, x: torch.Tensor, share: float | None) -> tuple[float, in
     optimizer, plan = torch.optim.AdamW(model.parameters(), lr=1e-3), None
     if share is not None:
         budget = others + int(share * resident)
-        plan = lowtide.fit(model, x, memory_budget=budget, optimizer=optimizer, loss=square)
+        plan = lowtide.fit(model, x, memory_budget=budget, strategy="joint", optimizer=optimizer, loss=square)
     with Meter(x.device) as meter:
         square(model(x)).backward()
         optimizer.step()

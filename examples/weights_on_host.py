@@ -69,7 +69,8 @@ def main() -> None:
     tokens = torch.randint(num_tokens, shape)
     resident = 4 * sum(parameter.nbytes for parameter in model.parameters())
 
-    plan = lowtide.fit(model, tokens, memory_budget=arguments.budget or resident // 2, optimizer=optimizer)
+    budget = arguments.budget or resident // 2
+    plan = lowtide.fit(model, tokens, memory_budget=budget, strategy="joint", optimizer=optimizer)
     for step in range(3):
         loss = model(torch.randint(num_tokens, shape))["loss"]
         loss.backward()

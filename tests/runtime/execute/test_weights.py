@@ -519,6 +519,17 @@ def test_going_through_a_graph_twice_and_from_its_middle():
             assert_equal(train_oddly(model), expected)
 
 
+def test_other_names_for_weights_stay_true():
+    """A state dict holds the memory of the parameters, and so their numbers, whatever happens to them."""
+    model, plain = models.stages_of_every_kind(), models.stages_of_every_kind()
+    held = model.state_dict()
+    optimizer, other = make_adamw(model.parameters()), make_adamw(plain.parameters())
+    with lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer):
+        train(model, optimizer)
+        train(plain, other)
+        assert_equal(held, plain.state_dict())
+
+
 def test_nothing_is_left_behind():
     """From step to step the same bytes, and after the plan is gone the bytes from before."""
     model = models.stages_of_every_kind()

@@ -12,7 +12,6 @@ from torch import nn
 
 import lowtide
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.runtime.fitting import trials
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes
 
@@ -104,7 +103,7 @@ def fitted(
     """A plan within so many bytes beside what others hold."""
     budget = max(1000, others_bytes() + own_bytes)
     model, optimizer = made(model_of)
-    settings = {"bandwidth": LINK, "loss": square, "optimizer": optimizer, **settings}
+    settings = {"bandwidth": LINK, "loss": square, "optimizer": optimizer, "strategy": "joint", **settings}
     return lowtide.fit(model, batch(model_of, num_rows), memory_budget=budget, **settings), optimizer
 
 
@@ -160,18 +159,10 @@ def test_a_host_budget_is_refused_with_the_least_that_works():
         assert plan._part.execution.machine.tier.capacity_bytes <= needed
 
 
-def test_weights_move_where_that_is_faster(monkeypatch):
-    """Activations alone fit with much recomputation; with the optimizer's state on the host less is recomputed."""
-    monkeypatch.setattr(trials, "_WORTH_MOVING", 1.0)
-    plan, _ = fitted(blocks, least_budget(blocks, 1000, strategy="rotor"), 1000, bandwidth="1000GB/s")
-    with plan:
-        assert plan.schedule.strategy == "joint"
-
-
-def test_without_the_optimizer_weights_stay():
+def test_weights_stay_unless_the_optimizer_is_known_and_it_is_asked_for():
     own_bytes = resident_bytes(blocks) // 2
     with pytest.raises(InfeasibleBudgetError):
-        fitted(blocks, own_bytes, optimizer="adamw")
+        fitted(blocks, own_bytes, strategy="auto")  # not unless it is asked for
     with pytest.raises(PlanError, match="pass it with optimizer="):
         fitted(blocks, own_bytes, strategy="joint", optimizer="adamw")
 

@@ -482,3 +482,20 @@ def test_a_result_that_is_kept_after_backward_keeps_nothing_else_alive():
         with Meter("cpu") as after:
             pass
     assert after.start_bytes - before.start_bytes <= out.nbytes
+
+
+def test_planning_again_that_fails_does_not_end_training():
+    """Parameters that are results of other tensors are planned with no longer than until a step takes more."""
+    model, x = deep(4), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+
+    def train() -> None:
+        for _ in range(4):
+            scaled = {name: parameter * 0.9 for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, scaled, (x,)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(lowtide.LowtideWarning, match="planning again failed: parameters are results"):
+        train()

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
-from lowtide.runtime.execute.weights import Weights, is_whole
+from lowtide.runtime.execute.weights import Weights, has_other_users, is_whole
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Update
@@ -95,7 +95,8 @@ def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> d
     def can_move(parameter: nn.Parameter) -> bool:
         is_own = len(stages[id(parameter)]) == 1 and id(parameter) not in outside
         is_own = is_own and parameter.numel() * parameter.element_size() >= smallest_bytes
-        return is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
+        is_own = is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
+        return is_own and not has_other_users(parameter)
 
     return {k: [parameter for parameter in own if can_move(parameter)] for k, own in by_stage.items()}
 

@@ -27,6 +27,8 @@ from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
+# Of a storage: the tensor, and the Python object through which it is counted.
+_NUM_OWN_USES = 2
 # How often weights that leave with a current mirror are compared with it: after a forward, and after a backward.
 _NUM_COMPARED = 2
 
@@ -101,6 +103,10 @@ class Parked:
             found[id(tensor)] = known
         self._items = found
         return list(found.values())
+
+    def forget(self) -> None:
+        """Hold no memory of the user's any more."""
+        self._items.clear()
 
     @property
     def items(self) -> Collection[_Item]:
@@ -230,6 +236,10 @@ class ParkedGradients:
         self._arriving: tuple[list[tuple[nn.Parameter, torch.Tensor]], Ticket] | None = None
         self._taken: Ticket | None = None
 
+    def forget(self) -> None:
+        """Hold no memory of the user's any more."""
+        self._copied.clear()
+
     @property
     def is_there(self) -> bool:
         """Whether a gradient is on the device, or on its way."""
@@ -350,6 +360,12 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor is all of its storage, so that the storage can be emptied and filled again for it."""
     num_bytes = tensor.numel() * tensor.element_size()
     return is_plain(tensor) and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes
+
+
+def has_other_users(tensor: torch.Tensor) -> bool:
+    """Whether something else, such as a `state_dict` that the user holds, refers to a tensor's memory, too."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _NUM_OWN_USES
 
 
 class Weights:
@@ -507,6 +523,7 @@ class Weights:
         try:
             for value in self._values.values():
                 self._fetch(value)
+                value.forget()
         except torch.OutOfMemoryError:
             raise ExecutionError(
                 "the device has no room for all weights, gradients and optimizer state; what did not fit is still in "

@@ -20,7 +20,7 @@ from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
-from lowtide.runtime.measure.weights import Optimizer, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_is_model, device_of
@@ -214,8 +214,15 @@ class _Fitting:
         goes_on: bool = False,
     ) -> Part:
         """Plan for one signature of calls; arguments as for `plan_for`."""
+        if any(parameter.grad_fn is not None for parameter in self._model.parameters()):
+            raise PlanError(
+                "parameters are results of other operations (functional_call), whose graph trial steps would use up; "
+                "call fit with the model's own parameters"
+            )
         self.remove()
         settings = settings or self.settings
+        if self._planned and not trains(settings.optimizer, self._model):  # its parameters were replaced since
+            settings = replace(settings, optimizer=_ASSUMED_OPTIMIZER)
         try:
             with preserved(self._model):
                 if not self._model.training:

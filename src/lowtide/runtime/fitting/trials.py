@@ -200,51 +200,22 @@ def tried_schedule(
 ) -> Planned:
     """A schedule that a trial step has shown to stay within the budget, and the device to have the memory for.
 
-    Weights move where nothing else stays within the budget, or where it is predicted to be faster. At least
-    `unknown_bytes` are left for what only real steps show. With `goes_on` the leanest, where there is none.
+    Weights move where that was asked for by name. At least `unknown_bytes` are left for what only real steps show. With
+    `goes_on` the leanest, where there is none.
 
     Raises:
         InfeasibleBudgetError: where there is none, with the least budget that works.
         PlanError: where a strategy that moves weights was asked for by name, and they cannot be.
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
+    if settings.strategy != STRATEGY and not settings.step_in_backward:
+        return _accepted(_Trials(model, sample, split, chain, settings, unknown_bytes), goes_on=goes_on)
     reason = why_not(model, settings)
-    is_asked_for = settings.strategy == STRATEGY or settings.step_in_backward
-    if reason and is_asked_for:
+    if reason:
         raise PlanError(reason)
-    moving = None if reason else moving_chain(model, split, chain, settings)
-    trials = _Trials(model, sample, split, chain, settings, unknown_bytes)
-    if moving is None:
-        return _accepted(trials, goes_on=goes_on)
-    with_weights = _Trials(model, sample, split, moving.chain, settings, unknown_bytes, moving)
-    if is_asked_for or trials.asked.update_bytes > settings.memory_budget:
-        return _accepted(with_weights, goes_on=goes_on)
-    try:
-        planned = _accepted(trials)
-    except InfeasibleBudgetError as refused:
-        least = refused.minimum_bytes
-        try:
-            return _accepted(with_weights, goes_on=goes_on)
-        except InfeasibleBudgetError as error:
-            if error.minimum_bytes <= least:
-                raise
-        raise
-    return _faster(planned, with_weights, moving)
-
-
-def _faster(planned: Planned, with_weights: _Trials, moving: Moving) -> Planned:
-    """The plan, or one that also moves weights where that is predicted to take clearly less time."""
-    updates = sum(stage.update_seconds for stage in moving.chain.stages)
-    plain = planned.chain.compute_seconds
-    if planned.solution.seconds <= _WORTH_MOVING * plain:
-        return planned
-    found = with_weights.predicted()
-    if found is None or (found.seconds - updates) * _WORTH_MOVING > planned.solution.seconds:
-        return planned
-    try:
-        return _accepted(with_weights)
-    except (InfeasibleBudgetError, torch.OutOfMemoryError):
-        return planned
+    moving = moving_chain(model, split, chain, settings)
+    trials = _Trials(model, sample, split, moving.chain, settings, unknown_bytes, moving)
+    return _accepted(trials, goes_on=goes_on)
 
 
 def _accepted(trials: _Trials, *, goes_on: bool = False) -> Planned:
@@ -337,13 +308,6 @@ class _Trials:
             return joint_solution(self._moving.with_chain(chain), settings)
         solve = leanest_solution if attempt.is_leanest else solution_for
         return solve(chain, settings)
-
-    def predicted(self) -> Solution | None:
-        """The schedule within the budget, if there is one; nothing is tried."""
-        try:
-            return self._solution(Attempt(self._settings.memory_budget), self._settings)
-        except InfeasibleBudgetError:
-            return None
 
     def planned(self, accept: Accept) -> Planned:
         """What was accepted."""

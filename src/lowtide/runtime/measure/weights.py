@@ -136,6 +136,14 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
     return found
 
 
+def trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer may be that of a model: it has one of the model's parameters, or is only named."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return True
+    own = set(map(id, model.parameters()))
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
 def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """The bytes of gradients and optimizer state that already exist."""
     gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)

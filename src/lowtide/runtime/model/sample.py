@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,21 +86,21 @@ def _described(value: Any) -> str:
     return shown(value) if plain else type(value).__name__
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers: lists, tuples, sets, mappings, dataclasses."""
+def tensors_in(value: Any, above: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers: lists, tuples, sets, mappings, dataclasses; one may contain itself."""
+    entries: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, str | bytes | int | float | bool) or value is None:
+    elif isinstance(value, str | bytes | int | float | bool) or value is None or id(value) in above:
         return
     elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
+        entries = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
-        for entry in value:
-            yield from tensors_in(entry)
+        entries = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
+        entries = [getattr(value, entry.name, None) for entry in dataclasses.fields(value)]
+    for entry in entries:
+        yield from tensors_in(entry, (*above, id(value)))
 
 
 def without_cache(model: torch.nn.Module, sample: Sample) -> dict[str, Any]:

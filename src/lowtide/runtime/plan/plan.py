@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ExecutionError, LowtideWarning, PlanError
+from lowtide.errors import CaptureError, ExecutionError, LowtideWarning, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
@@ -478,6 +478,13 @@ class Plan:
         planned = self._part.signature
         if planned is not None:
             self._choose_by_signature(planned, args, kwargs)
+        try:
+            self._plan_for_what_steps_showed(args, kwargs)
+        except (CaptureError, PlanError) as error:  # the plan that there is goes on
+            self._part.refusal, self._has_larger_parameters = str(error), False
+            _warn(f"steps take more than was planned for, but planning again failed: {error}; training continues")
+
+    def _plan_for_what_steps_showed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._has_unplanned_gradients():
             self._grads_resident = True
             self._earlier.num_steps += sum(part.num_steps for part in self._others.values())

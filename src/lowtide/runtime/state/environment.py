@@ -476,21 +476,27 @@ class Backup:
         copied: makes the copy.
     """
 
-    __slots__ = ("_memory", "_tensor", "_value")
+    __slots__ = ("_dtype", "_storage", "_tensor", "_value", "_view")
 
     def __init__(
         self, tensor: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor] | None = torch.clone
     ) -> None:
         self._tensor = tensor
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-        self._memory = tensor.data if is_plain else None
+        # no second tensor: whether somebody else uses the memory can still be asked
+        self._storage = tensor.untyped_storage() if is_plain else None
+        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride()) if is_plain else None
+        self._dtype = tensor.dtype
         self._value = None if copied is None else copied(_each_once(tensor.detach()))
 
     def restore(self) -> None:
         """Let the tensor hold it again."""
-        tensor, memory = self._tensor, self._memory
-        if memory is not None and (memory.data_ptr() != tensor.data_ptr() or memory.shape != tensor.shape):
-            tensor.data = memory  # somebody gave it other memory, or another shape
+        tensor, storage = self._tensor, self._storage
+        if storage is not None and self._view is not None:
+            is_same = tensor.untyped_storage()._cdata == storage._cdata
+            if not is_same or self._view != (tensor.storage_offset(), tensor.shape, tensor.stride()):
+                # somebody gave it other memory, or another shape
+                tensor.data = torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
         if self._value is not None:
             _each_once(tensor.data).copy_(self._value)
 
