@@ -572,7 +572,7 @@ def test_statistics_that_a_stage_hands_on_are_found_as_they_were():
 
 
 class CountsAndHandsOn(nn.Module):
-    """Counts its calls in a tensor that it hands on with its result, as one of a row of such; no other code reads it."""
+    """Counts its calls in a tensor that it hands on with its result; no other code reads it."""
 
     def __init__(self) -> None:
         super().__init__()
