@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import random
 import threading
 import warnings
 from collections import UserDict
@@ -438,6 +439,40 @@ def test_steps_that_take_more_than_any_before_are_said(monkeypatch):
     monkeypatch.setattr(Skips, "chance", 0.0)
     with pytest.warns(lowtide.LowtideWarning, match="a step took"):
         peaks_of([lambda: model(x)] * 4, optimizer)
+
+
+class LayerDrop(nn.Module):
+    """Calls each of its layers, or does not, at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(deep(2) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() >= 0.4:
+                x = x + layer(x)
+        return x
+
+
+def test_a_step_that_leaves_no_layer_out_stays_within_the_budget():
+    model, x = LayerDrop(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    random.seed(1)  # the sample's forward leaves some out
+    plan = fitted(model, x, optimizer=optimizer, loss=square)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        assert max(peaks_of([lambda: model(x)] * 24, optimizer)[2:]) <= plan.memory_budget
+
+
+def test_forwards_that_do_more_than_those_that_were_measured_are_measured(monkeypatch):
+    model, x = nn.Sequential(*deep(4), *(Skips() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)] * 4, optimizer)  # the next one of which the number alone would tell is the eighth
+    monkeypatch.setattr(Skips, "chance", 0.0)
+    with pytest.warns(lowtide.LowtideWarning, match="a step took"):
+        peaks_of([lambda: model(x)] * 3, optimizer)
 
 
 def test_without_a_loss_there_is_room_for_cross_entropy():
