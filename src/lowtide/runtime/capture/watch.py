@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
@@ -142,9 +143,9 @@ def draw_the_fullest(model: nn.Module, sample: Sample) -> None:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unpack))
         while len(found) < _MOST_DRAWS:
-            before, num_nodes = generators.state(), torch.autograd._get_sequence_nr()
+            before, num_nodes = generators.state(), _get_sequence_nr()
             _result(model, sample)
-            found.append((torch.autograd._get_sequence_nr() - num_nodes, before))
+            found.append((_get_sequence_nr() - num_nodes, before))
             is_random = generators.drawn_since(before)
             if not is_random or (len(found) == _FEW_DRAWS and len({num for num, _ in found}) == 1):
                 return

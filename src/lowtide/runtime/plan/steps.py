@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.meter import StepMeter
@@ -83,7 +84,7 @@ class RealSteps:
         self._num_begun += 1
         if self._is_metered and self._is_measured():
             self._meter.open()
-        self._node_at_start = torch.autograd._get_sequence_nr()
+        self._node_at_start = _get_sequence_nr()
 
     def _is_measured(self) -> bool:
         if self._num_begun <= _NUM_MEASURED or self._num_begun & (self._num_begun - 1) == 0:
@@ -94,7 +95,7 @@ class RealSteps:
         """The forward has returned so much; where that is more than before, or it has done more than any forward that
         was measured, the next steps are measured.
         """
-        num_nodes = torch.autograd._get_sequence_nr() - self._node_at_start
+        num_nodes = _get_sequence_nr() - self._node_at_start
         self._most_nodes = max(self._most_nodes, num_nodes)
         if self._meter.is_open:
             self._most_nodes_measured = max(self._most_nodes_measured, num_nodes)
