@@ -6,8 +6,8 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +36,6 @@ class Awkward:
         fitted: with how large a batch it is also planned for, under a budget with which stages are recomputed; 0: it is
             not.
         tokens: whether its input is whole numbers below 11.
-        defects: kinds of schedules under which it is known not to be equal, with what goes wrong.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Awkward:
     refused: bool = False
     fitted: int = 0
     tokens: bool = False
-    defects: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def make(self) -> nn.Module:
         """Always the same model."""
@@ -178,12 +176,8 @@ PATHS = [
             8,
             measured=paths.whole,
             skips=True,
-            defects=defects,
         )
-        for way, defects in {
-            "skips": {"repeat the first": "BatchNorm's statistics are lost in steps that leave out what is recomputed"},
-            "ends": {},
-        }.items()
+        for way in ("skips", "ends")
     ),
     *(
         Awkward(

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import random
+import threading
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
@@ -499,6 +500,32 @@ def test_a_meter_of_steps_stays_out_of_the_way():
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert steps.open() is None
     del kept
+
+
+@pytest.mark.parametrize("where", ["in backward", "another thread"])
+def test_a_meter_that_is_closed_elsewhere_leaves_the_stack_later(where):
+    steps, x = StepMeter(), torch.ones(1, requires_grad=True)
+    steps.open()
+    if where == "in backward":  # torch puts modes back when a backward ends
+        x.register_hook(lambda _: steps.close() and None)
+        (x * 2).backward()
+    else:
+        thread = threading.Thread(target=steps.close)
+        thread.start()
+        thread.join()
+    assert not steps.is_open
+    later = StepMeter()
+    assert later.open() is not None
+    assert later.close() is not None
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_a_meter_counts_nothing_from_within_a_backward():
+    steps, opened, x = StepMeter(), [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: opened.append(steps.open()))
+    (x * 2).backward()
+    assert opened == [None]
+    assert not steps.is_open
 
 
 def test_a_result_that_is_kept_after_backward_keeps_nothing_else_alive():
