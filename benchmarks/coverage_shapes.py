@@ -366,6 +366,169 @@ class LossyBlocks(nn.Module):
         return result
 
 
+class SparseExperts(nn.Module):
+    """Each token is handed to two experts; its result comes with the router's logits."""
+
+    def __init__(self, width: int, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(num_experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = x.flatten(0, 1)
+        logits = self.router(tokens)
+        weights, chosen = logits.softmax(-1).topk(2, -1)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, place = (chosen == index).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, place, None])
+        return out.view_as(x), logits
+
+
+class SharedExpertBlock(nn.Module):
+    """An expert for all tokens beside those that are chosen; logits are passed on from block to block in a tuple."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.shared = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+        self.experts = SparseExperts(width)
+
+    def forward(
+        self, x: torch.Tensor, logits: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        h = self.attention_norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        h = self.norm(x)
+        chosen, own = self.experts(h)
+        return x + self.shared(h) + chosen, (*logits, own)
+
+
+class RoutedExperts(nn.Module):
+    """All routers' logits are read at the end, by a loss over all layers."""
+
+    def __init__(self, width: int = 32, num_layers: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(SharedExpertBlock(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, logits = self.embed(ids), ()
+        for block in self.blocks:
+            x, logits = block(x, logits)
+        loss = functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return loss + 0.01 * torch.cat(logits).logsumexp(-1).square().mean()
+
+
+class LongBlock(nn.Module):
+    """A residual branch that is one long sequence of layers."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        layers = [[nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(4, width), nn.GELU()] for _ in range(num_layers)]
+        self.body = nn.Sequential(*(layer for each in layers for layer in each))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.body(x)
+        return result
+
+
+class LongSequences(nn.Module):
+    """Two blocks alone: whatever there is to choose is inside their sequences."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(LongBlock(width, 8) for _ in range(2))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+class RepeatedBlock(nn.Module):
+    """One block that is called again and again; it is given the first activation each time, and one more norm of its
+    own.
+    """
+
+    def __init__(self, width: int = 32, num_rounds: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.block = nn.TransformerEncoderLayer(width, 4, 64, 0.1, batch_first=True)
+        self.mix = nn.Linear(2 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(num_rounds))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(ids)
+        for norm in self.norms:
+            x = norm(self.block(self.mix(torch.cat([x, first], -1))))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder: every layer of the decoder reads what the encoder has made, and two masks."""
+
+    def __init__(self, width: int = 32, num_layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width, padding_idx=0)
+        layer = {"nhead": 4, "dim_feedforward": 64, "batch_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, **layer) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, **layer) for _ in range(num_layers))
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        padding = source == 0
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        memory = self.embed(source)
+        for layer in self.encoder:
+            memory = layer(memory, src_key_padding_mask=padding)
+        x = self.embed(target)
+        for layer in self.decoder:
+            x = layer(x, memory, tgt_mask=causal, memory_key_padding_mask=padding)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+class ReportingBlock(nn.Module):
+    """Hands its penalty to a function that it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, report: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        h = functional.gelu(self.up(self.norm(x)))
+        report(h.square().mean())
+        result: torch.Tensor = x + self.down(h)
+        return result
+
+
+class ReportingBlocks(nn.Module):
+    """Penalties that blocks hand to a closure over a list, summed at the end."""
+
+    def __init__(self, width: int = 32, num_layers: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(ReportingBlock(width) for _ in range(num_layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reported: list[torch.Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, reported.append)
+        return self.head(x).square().mean() + torch.stack(reported).sum()
+
+
 def image(make: Callable[[], nn.Module], *, batch: int = 2, size: int = 64) -> Callable[[], Made]:
     return lambda: (make(), torch.randn(batch, 3, size, size))
 
@@ -387,5 +550,10 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "detector-paths": image(PathDetector),
     "detector-queries": image(QueryDetector, size=128),
     "experts-balanced": lambda: (BalancedExperts(), torch.randint(0, 64, (4, 32))),
+    "experts-routed": lambda: (RoutedExperts(), torch.randint(0, 64, (4, 32))),
     "losses-in-attributes": lambda: (LossyBlocks(), torch.randn(64, 16)),
+    "losses-in-closures": lambda: (ReportingBlocks(), torch.randn(64, 16)),
+    "long-sequences": image(LongSequences, size=32),
+    "repeated-block": lambda: (RepeatedBlock(), torch.randint(0, 64, (4, 32))),
+    "encoder-decoder": lambda: (Translator(), (torch.randint(0, 64, (4, 24)), torch.randint(0, 64, (4, 32)))),
 }

@@ -211,6 +211,8 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "llama-hidden-states": returning(
         language("LlamaForCausalLM", "LlamaConfig", **_GROUPED), output_hidden_states=True
     ),
+    "bert-hidden-states": returning(language("BertForMaskedLM", "BertConfig", **TEXT), output_hidden_states=True),
+    "t5-hidden-states": returning(pair("T5ForConditionalGeneration", "T5Config", **_T5), output_hidden_states=True),
     "mamba": language(
         "MambaForCausalLM",
         "MambaConfig",

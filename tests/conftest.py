@@ -22,6 +22,9 @@ _IMPORTS_TORCH = re.compile(r"^(import|from) torch\b", re.MULTILINE)
 _IMPORTED_LATE, _IMPORTED_TO_COMPILE = "torch._dynamo", "torch._inductor.compile_fx"
 
 
+_LAST_PATH = pytest.StashKey[Path]()
+
+
 class _NoTorch:
     """Refuses to import torch, so that a test of the core that would need it fails by itself."""
 
@@ -66,11 +69,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _freeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file: what stays (frameworks that were imported, compiled code) is not looked at again."""
-    if nextitem is not None and nextitem.path != item.path:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before another file: what stays (frameworks that were imported, compiled code) is not looked at again.
+
+    Not after the last test of a file, when pytest still holds its fixtures: what is frozen is never collected.
+    """
+    if item.config.stash.get(_LAST_PATH, None) not in (None, item.path):
         _freeze()
+    item.config.stash[_LAST_PATH] = item.path
 
 
 def _freeze() -> None:

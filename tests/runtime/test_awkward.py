@@ -118,12 +118,8 @@ def test_planned_training_is_equal(row: Awkward) -> None:
     assert attributes_of(model) == attributes_of(twin)
 
 
-def case(row: Awkward, kind: str) -> Any:
-    known = [pytest.mark.xfail(reason=row.defects[kind], strict=True)] if kind in row.defects else []
-    return pytest.param(row, kind, id=f"{row.name}-{kind}", marks=known)
-
-
-@pytest.mark.parametrize(("row", "kind"), [case(row, kind) for row in ROWS for kind in SCHEDULES])
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_training_is_equal(row: Awkward, kind: str) -> None:
     split = split_of(row)
     numbers, attributes = plain(row)

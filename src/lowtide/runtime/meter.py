@@ -13,6 +13,7 @@ not seen there.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -123,13 +124,13 @@ class StepMeter:
 
     A step of training begins inside the model and ends in the user's loop. So this one stays out of the way: where a
     meter is open already, it reads that one's figures; where another mode of the user's is, which may end before this
-    one does, it counts nothing; and where a mode was opened since and is still there, it waits for the next occasion to
-    take its own away, and counts nothing meanwhile.
+    one does, or where a hook of a backward runs, it counts nothing; and where a mode was opened since and is still
+    there, or where it is closed in a backward or by another thread, its own mode stays behind, does nothing, and goes
+    when a meter of the thread next opens or closes.
     """
 
     def __init__(self) -> None:
         self._account: _WatchedAccount | None = None
-        self._pending: list[_WatchedAccount] = []
         self._is_own = False
         self._peak = [0]
 
@@ -141,6 +142,8 @@ class StepMeter:
     def open(self) -> int | None:
         """Begin to count; returns the live bytes now, or None where that is not possible."""
         self.close()
+        if _is_in_backward():
+            return None
         modes = _get_current_dispatch_mode_stack()
         leader = next((mode for mode in reversed(modes) if isinstance(mode, _WatchedAccount) and mode.counts_all), None)
         if leader is None and modes:
@@ -159,12 +162,8 @@ class StepMeter:
         if account is not None:
             account.followers = [peak for peak in account.followers if peak is not self._peak]
             if self._is_own:
-                account.is_open = False
-                self._pending.append(account)
-        modes = _get_current_dispatch_mode_stack() if self._pending else []
-        while self._pending and modes and modes[-1] is self._pending[-1]:
-            self._pending.pop().close()
-            modes.pop()
+                account.end()
+        _remove_ended()
         return None if account is None else self._peak[0]
 
 
@@ -238,8 +237,12 @@ class _WatchedAccount(TorchDispatchMode):
         super().__enter__()
 
     def close(self) -> None:
-        self.is_open = False
+        self.end()
         super().__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Count no longer; the mode itself may still be under others, or on another thread's stack."""
+        self.is_open = False
         _unwatch_resize(self._resized)
         with self._lock:
             self._known.clear()
@@ -296,6 +299,20 @@ class _WatchedAccount(TorchDispatchMode):
             self._count(storage)
 
 
+def _is_in_backward() -> bool:
+    """Whether a hook of autograd's runs: when its backward ends, torch puts back the modes that were there before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _remove_ended() -> None:
+    """Take modes of meters that have ended off this thread's stack, as far as they are on top of it."""
+    if _is_in_backward():
+        return
+    modes = _get_current_dispatch_mode_stack()
+    while modes and isinstance(modes[-1], _WatchedAccount) and not modes[-1].is_open:
+        modes.pop().__exit__(None, None, None)
+
+
 def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Wrappers around other tensors, and tensors of a tracer: what they stand for is counted by itself."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
@@ -306,14 +323,26 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 
 def _existing_tensors() -> Iterable[torch.Tensor]:
     """All tensors that Python holds, with their gradients."""
-    values = gc.get_objects()
-    # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
-    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Tensor)}
-    for value in values:
-        if type(value) in kinds and not torch.nn.parameter.is_lazy(value):
-            yield value
-            if not _has_no_memory(value) and value.is_leaf and value.grad is not None:
-                yield value.grad
+    for tensor in _tensors_on_the_heap():
+        yield tensor
+        if not _has_no_memory(tensor) and tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _tensors_on_the_heap() -> list[torch.Tensor]:
+    # A tuple that another thread is just making must be held by that thread alone, or Python raises SystemError there:
+    # no other thread may run while all objects are held here.
+    interval = sys.getswitchinterval()
+    values: list[Any] = []
+    sys.setswitchinterval(3600)
+    try:
+        values = gc.get_objects()
+        # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
+        kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Tensor)}
+        return [value for value in values if type(value) in kinds and not torch.nn.parameter.is_lazy(value)]
+    finally:
+        del values
+        sys.setswitchinterval(interval)
 
 
 # Storages are also resized directly, past the dispatcher (that is how FSDP frees and refills a parameter). The method

@@ -6,8 +6,8 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,7 +36,6 @@ class Awkward:
         fitted: with how large a batch it is also planned for, under a budget with which stages are recomputed; 0: it is
             not.
         tokens: whether its input is whole numbers below 11.
-        defects: kinds of schedules under which it is known not to be equal, with what goes wrong.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Awkward:
     refused: bool = False
     fitted: int = 0
     tokens: bool = False
-    defects: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def make(self) -> nn.Module:
         """Always the same model."""
@@ -178,12 +176,8 @@ PATHS = [
             8,
             measured=paths.whole,
             skips=True,
-            defects=defects,
         )
-        for way, defects in {
-            "skips": {"repeat the first": "BatchNorm's statistics are lost in steps that leave out what is recomputed"},
-            "ends": {},
-        }.items()
+        for way in ("skips", "ends")
     ),
     *(
         Awkward(
@@ -220,6 +214,7 @@ STRUCTURE = [
     Awkward("full backward hooks", structure.hooked, (4, 8)),
     Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),
+    Awkward("losses handed to a closure", partial(coverage_shapes.ReportingBlocks, 16, 4), (8, 16), num_stages=5),
     Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15),
 ]
 

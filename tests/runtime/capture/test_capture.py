@@ -67,6 +67,16 @@ def test_networks_whose_values_skip_stages_are_cut_finely(name: str) -> None:
     assert split.side_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "name", ["experts-routed", "losses-in-closures", "long-sequences", "repeated-block", "encoder-decoder"]
+)
+def test_no_stage_of_a_network_of_another_shape_is_large(name: str) -> None:
+    model, sample = FAMILIES[name]()
+    split = capture(model, sample)
+    assert share_of_largest(split) <= 0.25
+    assert check_gradients(model, split, sample).equal
+
+
 def test_dense_concatenation_skips_stages() -> None:
     split = capture(awkward.Dense(), torch.randn(2, 3, 8, 8))
     assert split.num_stages > 10

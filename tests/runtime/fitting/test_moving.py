@@ -46,6 +46,17 @@ class Tied(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
+class Masked(nn.Module):
+    """Takes a mask in some calls."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(x if mask is None else x * mask)
+
+
 def square(y: torch.Tensor) -> torch.Tensor:
     return (y**2).mean()
 
@@ -245,3 +256,26 @@ def test_steps_in_backward():
         assert plan.stats().measured_peak_bytes <= plan.memory_budget
     with pytest.raises(PlanError, match="pass it with optimizer="):
         fitted(tied, resident_bytes(tied), step_in_backward=True, optimizer="adamw")
+
+
+def test_what_changing_between_schedules_takes_is_said():
+    least = least_budget(blocks)
+    budget = others_bytes() + 2 * least  # less than weights and state take
+    model, optimizer = made(blocks)
+    masked, x, mask = Masked(model), batch(blocks), torch.ones(32, WIDTH)
+    plan = lowtide.fit(
+        masked, (x,), memory_budget=budget, bandwidth=LINK, loss=square, optimizer=optimizer, strategy="joint"
+    )
+
+    def steps() -> None:
+        for given in (None, mask, None, mask):
+            square(masked(x, given)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(lowtide.LowtideWarning, match="changing to the schedule for other calls took") as seen:
+        steps()
+    said = [warning for warning in seen if "changing to" in str(warning.message)]
+    assert len(said) == 1
+    assert said[0].filename == __file__
+    plan.detach()

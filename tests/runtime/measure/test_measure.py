@@ -484,6 +484,28 @@ def test_a_loss_that_reads_attributes_is_refused_in_one_line() -> None:
         measure(model, torch.randn(4, awkward.WIDTH), loss=lambda y: y.mean() + sum(m.penalty for m in model))
 
 
+class ReadsPrevious(nn.Module):
+    """Adds what the layer before it has left in an attribute."""
+
+    def __init__(self, previous: ReadsPrevious | None) -> None:
+        super().__init__()
+        self.linear, self.previous, self.out = nn.Linear(8, 8), [previous], torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = torch.relu(self.linear(x))
+        if self.previous[0] is not None:
+            self.out = self.out + self.previous[0].out
+        return self.out
+
+
+def test_layers_that_read_attributes_of_the_layer_before_are_refused_with_the_reason() -> None:
+    layers: list[ReadsPrevious] = []
+    for _ in range(5):
+        layers.append(ReadsPrevious(layers[-1] if layers else None))
+    with pytest.raises(CaptureError, match="uses a tensor that an earlier stage left in an object or an attribute"):
+        measure(nn.Sequential(*layers), torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "nadam"])
 def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     classes = {"sgd": "SGD", "sgd-momentum": "SGD", "adamw": "AdamW", "rmsprop": "RMSprop", "nadam": "NAdam"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import random
+import threading
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
@@ -439,6 +441,40 @@ def test_steps_that_take_more_than_any_before_are_said(monkeypatch):
         peaks_of([lambda: model(x)] * 4, optimizer)
 
 
+class LayerDrop(nn.Module):
+    """Calls each of its layers, or does not, at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(deep(2) for _ in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if random.random() >= 0.4:
+                x = x + layer(x)
+        return x
+
+
+def test_a_step_that_leaves_no_layer_out_stays_within_the_budget():
+    model, x = LayerDrop(), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    random.seed(1)  # the sample's forward leaves some out
+    plan = fitted(model, x, optimizer=optimizer, loss=square)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        assert max(peaks_of([lambda: model(x)] * 24, optimizer)[2:]) <= plan.memory_budget
+
+
+def test_forwards_that_do_more_than_those_that_were_measured_are_measured(monkeypatch):
+    model, x = nn.Sequential(*deep(4), *(Skips() for _ in range(4))), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)] * 4, optimizer)  # the next one of which the number alone would tell is the eighth
+    monkeypatch.setattr(Skips, "chance", 0.0)
+    with pytest.warns(lowtide.LowtideWarning, match="a step took"):
+        peaks_of([lambda: model(x)] * 3, optimizer)
+
+
 def test_without_a_loss_there_is_room_for_cross_entropy():
     model, x = nn.Sequential(*deep(4), nn.Linear(WIDTH, 2000)), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -464,6 +500,32 @@ def test_a_meter_of_steps_stays_out_of_the_way():
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert steps.open() is None
     del kept
+
+
+@pytest.mark.parametrize("where", ["in backward", "another thread"])
+def test_a_meter_that_is_closed_elsewhere_leaves_the_stack_later(where):
+    steps, x = StepMeter(), torch.ones(1, requires_grad=True)
+    steps.open()
+    if where == "in backward":  # torch puts modes back when a backward ends
+        x.register_hook(lambda _: steps.close() and None)
+        (x * 2).backward()
+    else:
+        thread = threading.Thread(target=steps.close)
+        thread.start()
+        thread.join()
+    assert not steps.is_open
+    later = StepMeter()
+    assert later.open() is not None
+    assert later.close() is not None
+    assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_a_meter_counts_nothing_from_within_a_backward():
+    steps, opened, x = StepMeter(), [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: opened.append(steps.open()))
+    (x * 2).backward()
+    assert opened == [None]
+    assert not steps.is_open
 
 
 def test_a_result_that_is_kept_after_backward_keeps_nothing_else_alive():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -52,10 +53,10 @@ def steps(model: nn.Module, calls: list[Call]) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_as_plain(make: Callable[[], nn.Module], calls: list[Call]) -> None:
+def assert_as_plain(make: Callable[[], nn.Module], calls: list[Call], schedule: lowtide.Schedule | None = None) -> None:
     model = make()
     split = None if isinstance(model, nn.Sequential) else capture(model, X)
-    schedule = recomputing(4 if split is None else split.num_stages)
+    schedule = schedule or recomputing(4 if split is None else split.num_stages)
     with lowtide.attach(model, schedule, split=split, spot_checks=False) as plan:
         got = steps(model, calls)
         assert plan.stats().recomputed_per_step > 0
@@ -568,6 +569,28 @@ class Handed(nn.Module):
 
 def test_statistics_that_a_stage_hands_on_are_found_as_they_were():
     assert_as_plain(Handed, [lambda model: model(X)] * 4)
+
+
+class CountsAndHandsOn(nn.Module):
+    """Counts its calls in a tensor that it hands on with its result; no other code reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.num_calls = nn.Linear(WIDTH, WIDTH), torch.zeros((), dtype=torch.long)
+
+    def forward(self, given: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, *counts = given if isinstance(given, tuple) else (given,)
+        y = torch.tanh(self.inner(x))
+        self.num_calls.add_(1)
+        return y * counts[0].cos() if counts else y, self.num_calls
+
+
+def test_a_counter_that_only_the_next_stage_reads_is_found_as_it_was():
+    forward, backward = lowtide.Forward, lowtide.Backward
+    twice = [forward(1, "keep"), forward(2, "drop"), forward(3, "all"), backward(3), forward(1, "keep")]
+    twice += [forward(2, "all"), backward(2), forward(1, "all"), backward(1)]
+    make = partial(stack, CountsAndHandsOn, 3)
+    assert_as_plain(make, [lambda model: model(X)[0]] * 4, lowtide.Schedule("the first twice", twice))
 
 
 def test_statistics_that_nothing_reads_are_not_copied():

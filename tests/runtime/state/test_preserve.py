@@ -140,6 +140,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.layer(x)) * self.scale.mean()
 
 
+@pytest.mark.filterwarnings("ignore:a step took")  # train has an input of its own, of which fit is not told
 @pytest.mark.parametrize("kind", ["expanded", "weight", "row"])
 def test_buffers_may_be_expanded_and_share_the_memory_of_parameters(kind):
     def make():

@@ -80,7 +80,7 @@ def capture(
     """
     check_arguments(model, stages, loss)
     called = Sample.of(sample)
-    _refuse_an_empty_batch(called)
+    refuse_an_empty_batch(called)
     keywords = without_cache(model, called)
     with preserved(model):
         before = _places_in_memory(model)
@@ -147,7 +147,12 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
 _SUSPENDED = ("generator", "async_generator", "coroutine")
 
 
-def _refuse_an_empty_batch(sample: Sample) -> None:
+def refuse_an_empty_batch(sample: Sample) -> None:
+    """Refuse a sample that has tensors, and nothing in them.
+
+    Raises:
+        CaptureError: with the sample.
+    """
     batched = [tensor for tensor in sample.tensors() if tensor.dim()]
     if batched and not any(tensor.numel() for tensor in batched):
         raise CaptureError(

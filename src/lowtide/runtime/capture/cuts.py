@@ -4,8 +4,8 @@ A cut lies at the beginning or the end of a submodule's call; all calls around i
 becomes glue. What crosses a cut is the memory that was made before it and is read after it. A cut is possible where
 
 - nothing that crosses is written in place afterwards, and
-- whatever crosses was returned by the call that made it, or left in an attribute, or returned by a call inside it and
-  collected by a hook; and whoever reads it has it from there (not from a caller's list into which it was put).
+- whatever crosses was returned by the call that made it, or left in an attribute, or handed out by code that can be
+  opened (collected by a hook, put into a caller's list); and only code around reads it, or calls that are given it.
 
 Of the possible cuts those are taken between which exactly one activation passes: no two neighbouring cuts are crossed
 by the same memory, except by *side values*. Small tensors without gradients (masks, tables) are side values as a matter
@@ -187,19 +187,17 @@ def reason_against(observation: Observation, cut: Cut) -> str | None:
         if memory.last_written >= cut.position:
             return f"a tensor made in {maker} is changed in place after it"
         ended = _ended_before(observation, memory.maker, cut.position)
-        if ended and _shown_by(observation, serial, ended) is None:
+        if ended and _opened_to_show(observation, serial, ended) is None:
             return f"a tensor made in {maker} is used after it but not returned by {observation.path(ended[-1])}"
     return None
 
 
 def opened_by(observation: Observation, cut: Cut) -> set[int]:
-    """The calls that end before a cut and are opened for it, so that a call inside returns what crosses."""
+    """The calls that end before a cut and are opened for it, so that what crosses can be seen."""
     opened: set[int] = set()
     for serial in cut.crossing:
         ended = _ended_before(observation, observation.memories[serial].maker, cut.position)
-        shown = _shown_by(observation, serial, ended) if ended else None
-        if shown is not None:
-            opened.update(ended[ended.index(shown) + 1 :])
+        opened.update((_opened_to_show(observation, serial, ended) or ()) if ended else ())
     return opened
 
 
@@ -209,27 +207,30 @@ def _ended_before(observation: Observation, maker: int, position: int) -> list[i
     return [index for index in around if NEVER < observation.calls[index].left < position]
 
 
-def _shown_by(observation: Observation, serial: int, ended: Sequence[int]) -> int | None:
-    """Of calls inside one another, the outermost through which memory can be seen after they have ended.
+def _opened_to_show(observation: Observation, serial: int, ended: Sequence[int]) -> Sequence[int] | None:
+    """Of calls inside one another, from the inside out, those to open so that memory can be seen after they have ended;
+    None if it cannot be.
 
     The outermost of all shows what it returns, or what it has left in an attribute of its module or of one inside. Else
     it is opened, where that can be, and what a call inside returns is seen where it is returned (a hook that collects
-    outputs). All who read the memory afterwards must have it from there: code around the call, or calls that are given
-    it as an argument.
+    outputs); or all are, and what the code of the innermost makes between the calls inside it is seen where it is made
+    (a loss that it hands to a closure). All who read the memory afterwards must have it from there: code around the
+    call, or calls that are given it as an argument.
     """
     calls = observation.calls
     if serial in calls[ended[-1]].outputs:
-        return ended[-1]
+        return ()
     if not _is_read_openly(observation, serial, ended[-1]):
         return None
     if any(serial in calls[index].left_behind for index in ended):
-        return ended[-1]
-    for place in range(len(ended) - 2, -1, -1):
-        if calls[ended[place + 1]].opaque:
+        return ()
+    for place in range(len(ended) - 1, -1, -1):
+        if calls[ended[place]].opaque:
             return None
-        if serial in calls[ended[place]].outputs:
-            return ended[place]
-    return None
+        if place and serial in calls[ended[place - 1]].outputs:
+            return ended[place:]
+    inside = ended[0] + 1  # the first call in it, if there is one: calls are listed as they begin
+    return ended if inside < len(calls) and calls[inside].parent == ended[0] else None
 
 
 def _is_read_openly(observation: Observation, serial: int, outermost: int) -> bool:

@@ -12,7 +12,8 @@ from torch import nn
 
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, SampleError, shown
 from lowtide.progress import DelayedProgress
-from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data
+from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data, refuse_an_empty_batch
+from lowtide.runtime.capture.watch import draw_the_fullest
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
@@ -227,7 +228,10 @@ class _Fitting:
             with preserved(self._model):
                 if not self._model.training:
                     self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
-                planned, compiled = plan_for(self._model, _apart(sample), settings, after=after, goes_on=goes_on)
+                apart = _apart(sample)
+                refuse_an_empty_batch(apart)
+                draw_the_fullest(self._model, apart)
+                planned, compiled = plan_for(self._model, apart, settings, after=after, goes_on=goes_on)
         except BaseException:
             for earlier in self._compiled[-1:]:  # the parts there are go on with them
                 earlier.install()

@@ -283,12 +283,21 @@ class StagedModel:
 @contextmanager
 def nothing_saved(saved: list[SavedForm]) -> Iterator[None]:
     """Free everything that autograd saves in the block, and list it."""
+    is_running = True
 
     def pack(tensor: torch.Tensor) -> None:
         saved.append((tensor.shape, tensor.dtype))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _cannot_unpack):
-        yield
+    def unpack(_: Any) -> torch.Tensor:
+        if is_running:
+            raise CaptureError("the model's forward calls backward itself; that cannot be measured in stages")
+        raise RuntimeError("it needs what an earlier stage has saved")
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        is_running = False
 
 
 def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -322,10 +331,6 @@ def _nodes_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _cannot_unpack(_: Any) -> torch.Tensor:
-    raise CaptureError("the model's forward calls backward itself; that cannot be measured in stages")
 
 
 def _the_loss(value: Any) -> torch.Tensor:

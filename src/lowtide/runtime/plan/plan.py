@@ -27,6 +27,7 @@ from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
+from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
@@ -185,6 +186,7 @@ class Plan:
         self._ignores_settings = False
         self._num_by_settings = 0
         self._num_exceeded = 0
+        self._said_going_over = False
         self._earlier = Counters()
         part.execution.install(self._call)
         self._attached = True
@@ -341,6 +343,21 @@ class Plan:
 
     def use(self, part: Part) -> None:
         """Go over to another part, for the calls that it is for."""
+        budget, execution = self.memory_budget, self._part.execution
+        if execution.weights is None or budget is None or self._said_going_over:
+            self._go_over(part)
+            return
+        with Meter(execution.machine.device) as meter:
+            self._go_over(part)
+        if meter.peak_bytes > budget:
+            self._said_going_over = True
+            _warn(
+                f"changing to the schedule for other calls took {format_bytes(meter.peak_bytes)}, since all weights "
+                f"and optimizer state return to the device in between, but the budget is {format_bytes(budget)}; "
+                "training continues. Call the model in one way (shapes, masks, autocast), or raise the budget"
+            )
+
+    def _go_over(self, part: Part) -> None:
         previous = self._part
         previous.execution.remove()
         if previous.signature is not None and previous.signature != part.signature:

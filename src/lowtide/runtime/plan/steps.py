@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.runtime.meter import StepMeter
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
-# ones are at steps whose number is a power of two, so that what it costs goes to nothing.
+# ones are those whose number is a power of two, so that what it costs goes to nothing; and where a forward has done
+# more than any that was measured (layers left out at random), all until one has that does as much.
 _NUM_MEASURED = 3
 
 
@@ -38,6 +40,8 @@ class RealSteps:
         self._peak_bytes: int | None = None
         self._num_begun = 0
         self._result_bytes: int | None = None
+        self._node_at_start = 0
+        self._most_nodes = self._most_nodes_measured = 0
         self.forget()
         looking = weakref.ref(self)
 
@@ -80,12 +84,21 @@ class RealSteps:
         self._num_begun += 1
         if self._is_metered and self._is_measured():
             self._meter.open()
+        self._node_at_start = _get_sequence_nr()
 
     def _is_measured(self) -> bool:
-        return self._num_begun <= _NUM_MEASURED or self._num_begun & (self._num_begun - 1) == 0
+        if self._num_begun <= _NUM_MEASURED or self._num_begun & (self._num_begun - 1) == 0:
+            return True
+        return self._most_nodes > self._most_nodes_measured
 
     def returned(self, result_bytes: int) -> None:
-        """The forward has returned so much; where that is more than before, the next steps are measured."""
+        """The forward has returned so much; where that is more than before, or it has done more than any forward that
+        was measured, the next steps are measured.
+        """
+        num_nodes = _get_sequence_nr() - self._node_at_start
+        self._most_nodes = max(self._most_nodes, num_nodes)
+        if self._meter.is_open:
+            self._most_nodes_measured = max(self._most_nodes_measured, num_nodes)
         if self._result_bytes is not None and result_bytes > self._result_bytes:
             self._num_begun = 0
         self._result_bytes = max(result_bytes, self._result_bytes or 0)
@@ -108,6 +121,7 @@ class RealSteps:
         self._meter.close()
         self._peak_bytes, self._num_begun = None, 0
         self._result_bytes = None
+        self._most_nodes = self._most_nodes_measured = 0
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -58,14 +58,17 @@ class StageLayout:
     def without_units_of(self, stages: Collection[int]) -> StageLayout:
         """The same, met at fewer places: of these stages only their first and last units are called through a site.
 
-        A unit that contains another one stays: calls of the inner one inside of it must not be counted.
+        After another stage all units stay, since the model may leave out the first of them: whichever is called first
+        ends that stage. A unit that contains another one stays: calls of the inner one inside of it must not be
+        counted.
         """
         paths = {path for path, _ in self.units}
         kept = []
         for position, ((path, _), k) in enumerate(zip(self.units, self.stage_at, strict=True)):
             is_first = position == 0 or self.stage_at[position - 1] != k
+            may_begin = is_first or (k > 1 and k - 1 not in stages)
             contains = any(other.startswith(f"{path}." if path else "") and other != path for other in paths)
-            if k not in stages or is_first or self.ends_stage[position] or contains:
+            if k not in stages or may_begin or self.ends_stage[position] or contains:
                 kept.append(position)
         return StageLayout(
             self.names,
