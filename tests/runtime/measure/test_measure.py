@@ -508,7 +508,8 @@ def test_layers_that_read_attributes_of_the_layer_before_are_refused_with_the_re
 
 def test_the_steps_of_an_optimizer_are_timed() -> None:
     """Those of a stage with something to train; a weight that two stages share counts in the first."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8), frozen, nn.Tanh(), nn.Linear(8, 8, bias=False))
     model[3].weight = model[0].weight
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for optimizer in ("adamw", torch.optim.AdamW(trained)):
