@@ -190,6 +190,13 @@ PATHS = [
         )
         for share in (0.2, 0.6)
     ),
+    Awkward(
+        "layers with statistics left out of the sample too",
+        partial(paths.Skipping, "skips", 0.4),
+        (16, paths.WIDTH),
+        8,
+        skips=True,
+    ),
     *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way), 4), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
     Awkward("vmap makes a mask", paths.Masked, (32, paths.WIDTH), num_stages=2),
     Awkward("vmap between submodules of a block", paths.with_a_block, (32, paths.WIDTH)),

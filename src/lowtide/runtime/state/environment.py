@@ -182,6 +182,7 @@ class Environment:
         self._together = Together() if together is None else together
         self._counts = self._together.counts
         self._changing: set[str] = set()
+        self._used: set[str] = set()  # by code between units
         # The switches with which it was seen what changes, and what of it nothing depended on.
         self._observed: dict[tuple[int, ...], frozenset[str]] = {}
         self._expected: Expected | None = None  # None: something was learned since
@@ -257,30 +258,24 @@ class Environment:
             and self._together.is_alone(tensor, label.name)
         }
 
-    def include(self, mark: Mark, read: Sequence[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
-        """Take tensors that the stage has read, with names and their versions then, into a mark.
+    def use(self, mark: Mark, name: str, tensor: torch.Tensor) -> bool:
+        """The stage's code between units is about to use a buffer; returns whether the mark did not have it yet.
 
-        Returns:
-            Those that were not there.
+        What it holds is copied where the stage may change it, or was not seen to use it: layers that the model left out
+        so far may update their statistics.
         """
-        new: list[tuple[str, torch.Tensor]] = []
-        known = {*map(id, mark.tensors), *(id(tensor) for tensor, _ in mark.unread)} if read else ()
-        for name, tensor, version in read:
-            if id(tensor) not in known:
-                mark.add(tensor, name, version)
-                new.append((name, tensor))
-            self._together.note_on_tape(name)
-        if self._together.num_uses != mark.expected.key[-1]:
-            for each in mark.unread:
-                if not self._together.is_alone(*each):
-                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
-            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
-        return new
-
-    def add_beside(self, path: str, module: nn.Module) -> None:
-        """Also track the buffers of another module: this stage's code between units was seen to change one."""
-        if all(table is not module._buffers for _, table in self._beside):
-            self._beside.append((path, module._buffers))
+        self._together.note_on_tape(name)
+        if any(tensor is other for other, _ in mark.unread):
+            return False
+        index = next((index for index, other in enumerate(mark.tensors) if other is tensor), None)
+        is_new = index is None
+        if index is None:
+            index = len(mark.tensors)
+            mark.add(tensor, name, version_of(tensor))
+        if index not in mark.copies and (name not in self._used or self._may_change(name, tensor)):
+            mark.copies[index] = _copy_of(tensor)
+        self._used.add(name)
+        return is_new
 
     def changed(self, mark: Mark, written: Collection[int] = ()) -> list[int]:
         """Which tensors hold something else than at a mark; `written` are storages that were seen to be written to."""
@@ -315,6 +310,11 @@ class Environment:
         Returns:
             The tensors that it changed.
         """
+        if self._together.num_uses != mark.expected.key[-1]:
+            for each in mark.unread:
+                if not self._together.is_alone(*each):
+                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
+            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
         changed = self.changed(mark, written)
         for index in changed:
             name = mark.labels[index].name
