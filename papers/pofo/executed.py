@@ -38,7 +38,7 @@ PAPER = Paper("pofo-executed", Path(__file__).parent / "results", Point, summary
 SETTINGS = [
     (name, 500, 16) for name in ("resnet101", "resnet50", "inception_v3", "resnet152", "densenet121", "resnet200")
 ]
-TINY = [("resnet18", 128, 4)]
+TINY = [("resnet18", 64, 4)]
 
 # The most telling first.
 ALPHAS = (0.5, 0.2, 0.75)

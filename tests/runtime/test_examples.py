@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,42 +26,57 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_the_demo(tmp_path):
+# Runs programs one after the other, as `python PROGRAM ...` does; what they import takes longer than they do.
+IN_TURN = """
+import contextlib, gc, io, json, runpy, sys
+said = {}
+for name, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [name, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        runpy.run_path(name, run_name="__main__")
+    said[name] = text.getvalue()
+    gc.collect()  # budgets hold for all tensors of a process
+print(json.dumps(said))
+"""
+
+
+def installed(*names: str) -> bool:
+    return all(map(importlib.util.find_spec, names))
+
+
+def test_examples(tmp_path):
     report = tmp_path / "plan.html"
-    text = run("examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"), "--report", str(report))
+    programs = [
+        ["examples/image_classifier.py", "--tiny"],
+        ["examples/weights_on_host.py", "--tiny"],
+        ["examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"), "--report", str(report)],
+    ]
+    if installed("lightning"):
+        programs.insert(0, ["examples/lightning_module.py", "--tiny"])
+    if installed("transformers", "accelerate"):
+        programs.append(["examples/trainer_finetuning.py", "--tiny"])
+    said = json.loads(run("-c", IN_TURN, json.dumps(programs)).splitlines()[-1])
+
+    text = said["examples/demo.py"]
     assert "equal" in text
     assert "DIFFERENT" not in text
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
     assert f"the report: {report}" in text
     assert report.read_text().startswith("<!doctype html>")
 
-
-def test_the_image_classifier():
-    text = run("examples/image_classifier.py", "--tiny")
+    text = said["examples/image_classifier.py"]
     assert "step 2: loss" in text
     assert re.search(NOT_ALL_KEPT, text)
 
-
-def test_weights_on_the_host():
-    text = run("examples/weights_on_host.py", "--tiny")
+    text = said["examples/weights_on_host.py"]
     assert "step 2: loss" in text
     assert "strategy 'joint'" in text
     assert "on host    weights" in text
     assert "saved and loaded" in text
 
-
-@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="transformers' Trainer needs accelerate")
-def test_the_trainer():
-    text = run("examples/trainer_finetuning.py", "--tiny")
-    assert "(3 steps)" in text
-    assert re.search(NOT_ALL_KEPT, text)
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("lightning"), reason="lightning is not installed")
-def test_the_lightning_module():
-    text = run("examples/lightning_module.py", "--tiny")
-    assert "(3 steps)" in text
-    assert re.search(NOT_ALL_KEPT, text)
+    for name in ("examples/trainer_finetuning.py", "examples/lightning_module.py"):
+        text = said.get(name)
+        assert text is None or ("(3 steps)" in text and re.search(NOT_ALL_KEPT, text)), text
 
 
 def test_data_parallel_training():
