@@ -142,6 +142,7 @@ def capture_for(
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: bool = False,
+    finer: bool = False,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
@@ -149,7 +150,7 @@ def capture_for(
     """
     closed: frozenset[str] = frozenset()
     for _ in range(_MOST_ATTEMPTS):
-        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:
