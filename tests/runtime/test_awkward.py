@@ -63,7 +63,7 @@ def split_of(row: Awkward) -> Split:
     return split
 
 
-@functools.lru_cache(maxsize=1)  # the schedules of a row follow each other, and meters look at all tensors that there are
+@functools.lru_cache(maxsize=1)  # the schedules of a row follow each other, and meters look at all tensors
 def plain(row: Awkward) -> tuple[Numbers, list[Any]]:
     """What training without lowtide gives, and what the modules have in their attributes afterwards."""
     model = row.make()

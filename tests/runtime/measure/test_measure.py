@@ -506,6 +506,19 @@ def test_layers_that_read_attributes_of_the_layer_before_are_refused_with_the_re
         measure(nn.Sequential(*layers), torch.randn(4, 8))
 
 
+def test_the_steps_of_an_optimizer_are_timed() -> None:
+    """Those of a stage with something to train; a weight that two stages share counts in the first."""
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8), frozen, nn.Tanh(), nn.Linear(8, 8, bias=False))
+    model[3].weight = model[0].weight
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for optimizer in ("adamw", torch.optim.AdamW(trained)):
+        chain = measure(model, torch.zeros(2, 8), stages=["0", "1", "2", "3"], optimizer=optimizer)
+        assert [stage.update_seconds > 0 for stage in chain.stages] == [True, False, False, False]
+    chain = measure(model, torch.zeros(2, 8), stages=["0", "1", "2", "3"])
+    assert not any(stage.update_seconds for stage in chain.stages)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "nadam"])
 def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     classes = {"sgd": "SGD", "sgd-momentum": "SGD", "adamw": "AdamW", "rmsprop": "RMSprop", "nadam": "NAdam"}

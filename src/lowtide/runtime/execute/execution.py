@@ -165,6 +165,8 @@ class Execution:
                 result = forward.run(self._interception.whole_or(plain), args, {**kwargs, **self.split.call_keywords})
             finally:
                 current.session = None
+                if self.weights is not None:
+                    self.weights.hand_over()
         self._clocks.append(clock)
         return result
 

@@ -134,7 +134,8 @@ class RunningStep:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
-            tape.on_input = tape.on_side = None  # they would keep the stage's input until the forward has ended
+            # They would keep the stage's input until the forward has ended.
+            tape.on_input = tape.on_side = tape.on_held = None
             if k > 1 and tape.calls:  # else the model has left it out
                 self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
@@ -142,7 +143,7 @@ class RunningStep:
         if sorter is not None:
             assert tape is not None
             inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
-            sorter.finish(inputs, self._fixed(tape))
+            sorter.finish(inputs, self._fixed(tape), self.lenders(k))
         self._produce(operation, k, self._wanted(k, outputs), sorter)
         if tape is not None:
             self._free_sides(tape, self.next_index - 1)
@@ -220,6 +221,10 @@ class RunningStep:
         """Tells whether a stage's weights are not on the device; None: no stage's ever leave."""
         return None if self._weights is None else self._weights.is_away
 
+    def lenders(self, k: int) -> Mapping[int, nn.Parameter]:
+        """The weights of stage k whose memory comes and goes, by the address of the storage that they have now."""
+        return {} if self._weights is None else self._weights.lenders(k)
+
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A saved tensor was changed in place."""
         raise ExecutionError(
@@ -232,6 +237,8 @@ class RunningStep:
         task = torch._C._current_graph_task_id()
         if task != self._task and task >= 0:
             self._task = task
+            if self._weights is not None:
+                self._weights.change()  # the user's code has had its turn since the forward
             for k in range(self._filled - 1, 0, -1):
                 self._check_parameters(k)
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
@@ -242,7 +249,7 @@ class RunningStep:
             if self._filled <= self._lowest() and self._on_end is not None:
                 self._finish_updates()
             self._weights.settle(self.program.placement.after_backward, fetch=False)
-            self._weights.arrive()
+            self._weights.hand_over()
         if self._filled <= self._lowest() and self._on_end is not None:
             self.release()
             self._on_end()
@@ -389,7 +396,7 @@ class RunningStep:
         else:
             outputs = self._run_for_backward(k, inputs, sorter)
         if sorter is not None:
-            sorter.finish(inputs, self._fixed(tape))
+            sorter.finish(inputs, self._fixed(tape), self.lenders(k))
         made = dict(zip(tape.outputs, outputs, strict=True)) if outputs else {}
         for number in self.machine.side_numbers.get(k, ()):
             if number in made and (k, number) in self._readers and self._is_needed((k, number), self.next_index):
@@ -407,7 +414,8 @@ class RunningStep:
         ends_early = sorter is None and self._may_end_early(k)
         assert run.tape is not None
         may_end_in = run.tape.may_end_in if ends_early else None
-        catch = run.placeholders.repeated_run(None if sorter is None else sorter.add, may_end_in)
+        sink = None if sorter is None else sorter.add
+        catch = run.placeholders.repeated_run(sink, may_end_in, self.lenders(k))
         check, run.spot_check = run.spot_check, None  # the first recomputation of a step is looked at
         if check is not None and run.environment is not None and run.mark is not None:
             check.watch(run.environment.unchanging(run.mark))

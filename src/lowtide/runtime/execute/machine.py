@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from types import MappingProxyType
 
@@ -17,7 +17,6 @@ from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
-from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
@@ -168,14 +167,9 @@ class Machine:
         """Whether the operations of stage k can be seen without changing what it does: not those of compiled code."""
         return k not in self._compiled
 
-    def buffers_among(self, helds: Iterable[Held]) -> list[tuple[str, torch.Tensor, int]]:
-        """The buffers of the model among the tensors that a tape holds: with names, and versions when it read them."""
-        found = []
-        for held in helds:
-            name = self._buffer_names.get(id(held.tensor))
-            if name is not None and not isinstance(held.tensor, nn.Parameter):
-                found.append((name, held.tensor, held.version))
-        return found
+    def buffer_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor that was a buffer of the model when the forward began; None: it was none."""
+        return self._buffer_names.get(id(tensor))
 
     def storages_of(self, k: int) -> set[int]:
         """The addresses of the storages of stage k's parameters and buffers.

@@ -11,16 +11,18 @@ Hooks switch off autograd's own check for in-place changes, so a filled placehol
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.replay.endings import EndOfRunError
 from lowtide.runtime.state.environment import version_of
+from lowtide.runtime.transfer.cargo import View
 
 
 class Opener(Protocol):
@@ -32,6 +34,9 @@ class Opener(Protocol):
     def changed(self, k: int, tensor: torch.Tensor) -> None:
         """A tensor that stage k saved was changed in place: raise."""
 
+    def lenders(self, k: int) -> Mapping[int, nn.Parameter]:
+        """The weights of stage k whose memory comes and goes, by the address of the storage that they have now."""
+
     @property
     def is_away(self) -> Callable[[int], bool] | None:
         """Tells whether a stage's weights, of which saved tensors may be views, are not on the device; None: no stage's
@@ -39,12 +44,43 @@ class Opener(Protocol):
         """
 
 
+class Lent(View):
+    """A saved tensor that is a parameter, or a view of one, whose memory comes and goes: put together when opened.
+
+    Args:
+        parameter: the parameter.
+        tensor: the saved tensor, in the memory that the parameter has now.
+    """
+
+    __slots__ = ("parameter",)
+
+    def __init__(self, parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+        super().__init__(None, tensor)
+        self.parameter = parameter
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor in the memory that the parameter has now."""
+        return self.on(self.parameter.untyped_storage())
+
+
+Kept = torch.Tensor | Lent
+
+
+def kept(tensor: torch.Tensor, version: int, lenders: Mapping[int, nn.Parameter]) -> tuple[Kept, int]:
+    """What to hold of a saved tensor, and the version that it must have when it is opened."""
+    if lenders and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        parameter = lenders.get(tensor.untyped_storage()._cdata)
+        if parameter is not None:
+            return Lent(parameter, tensor), version_of(parameter)
+    return (tensor.detach() if tensor.requires_grad else tensor), version
+
+
 class Placeholder:
     """One saved tensor, there or not; made by packing hooks by the thousand, so it is as small as can be."""
 
     __slots__ = ("tensor", "version")
 
-    tensor: torch.Tensor | None
+    tensor: Kept | None
     """Without history: a graph that held itself would never be freed."""
     version: int
     """How often the tensor's memory had been written to when it was saved."""
@@ -102,11 +138,11 @@ class Placeholders:
 
     def kept_run(self, opener: Opener) -> tuple[Pack, Unpack]:
         """The hooks of a first forward whose tensors stay; opening one has the stage's weights fetched."""
+        lenders = opener.lenders(self.stage)
 
         def pack(tensor: torch.Tensor) -> Placeholder:
             placeholder = Placeholder()
-            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
-            placeholder.version = version_of(tensor)
+            placeholder.tensor, placeholder.version = kept(tensor, version_of(tensor), lenders)
             return placeholder
 
         return pack, self._unpacking(opener)
@@ -115,28 +151,34 @@ class Placeholders:
         stage, is_away = self.stage, opener.is_away
 
         def unpack(placeholder: Placeholder) -> torch.Tensor:
-            tensor = placeholder.tensor
-            if tensor is None or (is_away is not None and is_away(stage)):
+            held = placeholder.tensor
+            if held is None or (is_away is not None and is_away(stage)):
                 opener.reach(stage)
-                tensor = placeholder.tensor
-            if tensor is None:
+                held = placeholder.tensor
+            if held is None:
                 raise ExecutionError(
                     f"tensors saved by stage {self.name!r} were already freed; use retain_graph=True in the first "
                     "backward to go through the graph twice"
                 )
-            if version_of(tensor) != placeholder.version:
-                opener.changed(stage, tensor)
-            return tensor
+            counted = held.parameter if isinstance(held, Lent) else held
+            if version_of(counted) != placeholder.version:
+                opener.changed(stage, counted)
+            return held.tensor() if isinstance(held, Lent) else held
 
         return unpack
 
-    def repeated_run(self, sink: Sink | None, may_end_in: MayEnd | None = None) -> RepeatedRun:
+    def repeated_run(
+        self,
+        sink: Sink | None,
+        may_end_in: MayEnd | None = None,
+        lenders: Mapping[int, nn.Parameter] = MappingProxyType({}),
+    ) -> RepeatedRun:
         """The packing hook of a repeated forward whose tensors are wanted; without a sink they fill placeholders.
 
         With `may_end_in` it raises `EndOfRunError` when as many tensors are there as the first run saved, in a frame in
         which that may be.
         """
-        return RepeatedRun(self, sink, len(self._shapes), may_end_in)
+        return RepeatedRun(self, sink, len(self._shapes), may_end_in, lenders)
 
     def check(self, tensors: list[torch.Tensor]) -> None:
         """Compare what a recomputation saved with the first forward.
@@ -172,11 +214,15 @@ class Placeholders:
         self._made.clear()  # not a new list: the packing hook, which the graph holds, has this one
         return taken
 
-    def fill(self, tensors: list[torch.Tensor], versions: list[int]) -> None:
+    def fill(
+        self,
+        tensors: list[torch.Tensor],
+        versions: list[int],
+        lenders: Mapping[int, nn.Parameter] = MappingProxyType({}),
+    ) -> None:
         """Give each placeholder its tensor; those that an earlier repeated run filled keep what they have."""
         for placeholder, tensor, version in zip(self.take(), tensors, versions, strict=False):
-            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
-            placeholder.version = version
+            placeholder.tensor, placeholder.version = kept(tensor, version, lenders)
 
 
 class RepeatedRun:
@@ -187,14 +233,21 @@ class RepeatedRun:
         sink: is handed each tensor.
         num_wanted: how many there are to be.
         may_end_in: whether the run can be ended, when so many are there, in a frame; None: it ends by itself.
+        lenders: the weights of the stage whose memory comes and goes, by the address of their storage.
     """
 
-    __slots__ = ("_placeholders", "_sink", "_versions", "pack", "tensors")
+    __slots__ = ("_lenders", "_placeholders", "_sink", "_versions", "pack", "tensors")
 
     def __init__(
-        self, placeholders: Placeholders, sink: Sink | None, num_wanted: int, may_end_in: MayEnd | None
+        self,
+        placeholders: Placeholders,
+        sink: Sink | None,
+        num_wanted: int,
+        may_end_in: MayEnd | None,
+        lenders: Mapping[int, nn.Parameter],
     ) -> None:
         self._placeholders = placeholders
+        self._lenders = lenders
         self._sink = sink
         self.tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -229,7 +282,7 @@ class RepeatedRun:
         """
         self._placeholders.check(self.tensors)
         if self._sink is None:
-            self._placeholders.fill(self.tensors, self._versions)
+            self._placeholders.fill(self.tensors, self._versions, self._lenders)
 
 
 _ADVICE = "a stage must depend only on its input, its parameters and random numbers"

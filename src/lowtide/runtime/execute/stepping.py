@@ -1,14 +1,17 @@
 """The optimizer's own step, stage by stage: the user calls `optimizer.step()` as ever.
 
-A hook runs before the step. It walks what is left of the list and, for each stage, has its weights, gradients and
-optimizer state on the device and runs the optimizer's step with that stage's parameters alone in its groups. The step
-that was called then finds the parameters that no stage moves, and a hook after it puts the groups together again.
+torch wraps the step of each class of optimizers into a function that runs the hooks, and that function calls what is
+here instead of the class's own step. It walks what is left of the list and, for each stage, has its weights, gradients
+and optimizer state on the device and runs the class's step with that stage's parameters alone in the groups; last come
+the parameters that no stage moves. So hooks, schedulers and whoever calls the step see one step with all groups.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import nn
 
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
-from lowtide.runtime.execute.weights import Weights, has_other_users, is_whole
+from lowtide.runtime.execute.weights import Weights, has_other_names, is_whole
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Update
@@ -96,7 +99,8 @@ def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> d
         is_own = len(stages[id(parameter)]) == 1 and id(parameter) not in outside
         is_own = is_own and parameter.numel() * parameter.element_size() >= smallest_bytes
         is_own = is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
-        return is_own and not has_other_users(parameter)
+        # Memory that a file, numpy or another library gave has names that nobody can count.
+        return is_own and parameter.untyped_storage().resizable() and not has_other_names(parameter)
 
     return {k: [parameter for parameter in own if can_move(parameter)] for k, own in by_stage.items()}
 
@@ -117,21 +121,15 @@ class StagedSteps:
         self._placement = placement
         self._optimizer = weights.optimizer
         self._moved = {id(parameter) for own in weights.parameters.values() for parameter in own}
-        self._groups: list[list[Any]] | None = None  # the parameters of each group, while they are not all there
         self._num_states = len(self._optimizer.state)
-        self._depth = 0
-        self._in_closure = False
+        self._is_stepping = False
         self._awaits_step = False  # whether backward has updated weights, and the user has not called the step yet
-        self._hooks: list[Any] = []
+        self._loading: Any = None
 
     def install(self) -> None:
         """From now on what the list does not start with is on the lower tier."""
-        optimizer = self._optimizer
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-            optimizer.register_load_state_dict_pre_hook(self._load),
-        ]
+        _followed(self._optimizer).followers[id(self._optimizer)] = self
+        self._loading = self._optimizer.register_load_state_dict_pre_hook(self._load)
         self._weights.change()
         self._weights.settle(self._placement.start, fetch=False)
         if not self._placement.steps_in_backward:
@@ -139,9 +137,10 @@ class StagedSteps:
 
     def remove(self) -> None:
         """Have everything on the device again."""
-        self._put_groups_back()
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
+            _unfollow(self._optimizer)
         self._weights.bring_back()
 
     def begin(self) -> None:
@@ -154,44 +153,39 @@ class StagedSteps:
                 "called after it; accumulating gradients or skipping steps needs step_in_backward=False"
             )
         self._weights.forget_spent()
-        if not self._in_closure:
-            self._depth = 0  # a step that ended in an exception has run no hook
-            self._put_groups_back()
         self._weights.begin(self._placement.start, self._placement.copied)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user has called `optimizer.step()`."""
-        self._depth += 1
-        if self._depth > 1:  # a step that calls that of its base class runs the hooks twice
-            return None
-        self._put_groups_back()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
-            self._in_closure = True
-            try:
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                self._in_closure = False
-            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
-        self._weights.change()
-        self._awaits_step = False
-        for operation in self._placement.updates:
-            if isinstance(operation, Update):
-                self._update(operation.stage)
-            else:
-                assert not hasattr(operation, "save")
-                self._weights.execute(operation)  # type: ignore[arg-type]
-        self._weights.arrive()
-        self._groups = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in self._moved]
-        return (args, kwargs)
+    def step(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user has called `optimizer.step()`, and hooks before it have run."""
+        if self._is_stepping:
+            return plain(self._optimizer, *args, **kwargs)
+        self._is_stepping = True
+        try:
+            args, kwargs = _after_closure(args, kwargs)
+            self._weights.change()
+            self._awaits_step = False
+            with _without_hooks(self._optimizer):
+                for operation in self._placement.updates:
+                    if isinstance(operation, Update):
+                        self._update(operation.stage, plain, args, kwargs)
+                    else:
+                        assert not hasattr(operation, "save")
+                        self._weights.execute(operation)  # type: ignore[arg-type]
+                rest = {id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._moved
+                with _restricted(self._optimizer, rest):
+                    result = plain(self._optimizer, *args, **kwargs)
+        finally:
+            self._is_stepping = False
+            self._weights.hand_over()
+        self._put_state_in_order()
+        self._on_end()
+        return result
 
     def update_in_backward(self, k: int) -> None:
         """The gradients of stage k are complete: update its weights and use the gradients up."""
         self._awaits_step = True
-        self._update(k)
+        with _without_hooks(self._optimizer):
+            self._update(k, _plain_step(self._optimizer), (), {})
 
     def leave_out_update(self, k: int) -> None:
         """As an update in backward without the optimizer's step."""
@@ -199,7 +193,7 @@ class StagedSteps:
             self._weights.need_all(k)
             self._weights.end_update(k, are_gradients_changed=False, spends_gradients=True)
 
-    def _update(self, k: int) -> None:
+    def _update(self, k: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = {id(parameter) for parameter in self._weights.parameters.get(k, ())}
         if not own:
             return
@@ -207,30 +201,21 @@ class StagedSteps:
         if has_gradients:
             self._weights.need_all(k)
         with _restricted(self._optimizer, own):
-            _plain_step(self._optimizer)(self._optimizer)
+            plain(self._optimizer, *args, **kwargs)
         # A fused step divides by the scale of a GradScaler in place.
         is_scaled = getattr(self._optimizer, "grad_scale", None) is not None
         if has_gradients:
             spends = self._placement.steps_in_backward
             self._weights.end_update(k, are_gradients_changed=is_scaled, spends_gradients=spends)
 
-    def _after(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth > 0:
-            return
-        self._put_groups_back()
+    def _put_state_in_order(self) -> None:
+        """State was made stage by stage: put it in the order in which one step makes it."""
         state = self._optimizer.state
-        if len(state) != self._num_states:  # made stage by stage: put it in the order in which one step makes it
-            self._num_states = len(state)
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
-                state[parameter] = state.pop(parameter)
-        self._on_end()
-
-    def _put_groups_back(self) -> None:
-        if self._groups is not None:
-            for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=False):
-                group["params"] = parameters
-            self._groups = None
+        if len(state) == self._num_states:
+            return
+        self._num_states = len(state)
+        for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p in state]:
+            state[parameter] = state.pop(parameter)
 
     def _load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Loaded state goes to the lower tier at once: all of it may not fit the device."""
@@ -267,8 +252,82 @@ def _restricted(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -
             group["params"] = listed
 
 
+def _after_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step whose closure, if there is one, has been called."""
+    closure = kwargs.get("closure", args[0] if args else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return args[1:], {**kwargs, "closure": lambda: loss}
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A step that calls that of its base class would run the hooks once more, for each stage."""
+    hooks: Any = optimizer
+    before, after = hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks
+    hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks = before, after
+
+
+class _Followed:
+    """The step of a class of optimizers, some of which step stage by stage.
+
+    Args:
+        cell: where torch's function around it, which runs the hooks, has it.
+    """
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+        self.plain: Callable[..., Any] = cell.cell_contents
+        self.followers: dict[int, StagedSteps] = {}
+        cell.cell_contents = self._step
+
+    def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        steps = self.followers.get(id(optimizer))
+        if steps is None:
+            return self.plain(optimizer, *args, **kwargs)
+        return steps.step(self.plain, args, kwargs)
+
+
+_all_followed: dict[Callable[..., Any], _Followed] = {}
+"""By torch's function around the step."""
+
+
+def _followed(optimizer: torch.optim.Optimizer) -> _Followed:
+    """Take the place of the step of an optimizer's class.
+
+    Raises:
+        PlanError: where torch's function around it is not the one that is known.
+    """
+    wrapper = type(optimizer).step
+    found = _all_followed.get(wrapper)
+    if found is None:
+        plain = getattr(wrapper, "__wrapped__", None)
+        cells = [cell for cell in getattr(wrapper, "__closure__", None) or () if cell.cell_contents is plain]
+        if not getattr(wrapper, "hooked", False) or len(cells) != 1:
+            raise PlanError(
+                f"the step of {type(optimizer).__name__} cannot be taken stage by stage, since it is not a function "
+                "that torch has wrapped; use a strategy that moves activations alone"
+            )
+        found = _all_followed[wrapper] = _Followed(cells[0])
+    return found
+
+
+def _unfollow(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step as ever; the last of its class puts the class's own step back."""
+    for wrapper, found in list(_all_followed.items()):
+        if found.followers.pop(id(optimizer), None) is not None and not found.followers:
+            found.cell.cell_contents = found.plain
+            del _all_followed[wrapper]
+
+
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class's own step, without the hooks of the optimizer, which run once around all stages."""
+    """The class's own step, without the hooks of the optimizer."""
     step: Callable[..., Any] = type(optimizer).step
     inner: Callable[..., Any] | None = getattr(step, "__wrapped__", None)
     return inner if getattr(step, "hooked", False) and inner is not None else step

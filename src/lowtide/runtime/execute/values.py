@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.execute.saved import Placeholder, Placeholders
+from lowtide.runtime.execute.saved import Placeholder, Placeholders, kept
 from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.transfer.cargo import Box, Cargo, Tier, View
 
@@ -122,9 +122,8 @@ class _Whole:
 
     __slots__ = ("_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self._tensor = tensor.detach() if tensor.requires_grad else tensor
-        self._version = version
+    def __init__(self, tensor: torch.Tensor, version: int, lenders: Mapping[int, torch.nn.Parameter]) -> None:
+        self._tensor, self._version = kept(tensor, version, lenders)
 
     def fill(self, placeholder: Placeholder, source: Activation | None) -> None:
         """Give the placeholder the tensor."""
@@ -219,27 +218,38 @@ class Sorter:
         """Free the saved tensors: the graph of the run holds the hook, the hook this object, and these the graph."""
         self._tensors.clear()
 
-    def finish(self, inputs: Mapping[int, torch.Tensor], fixed: set[int]) -> None:
+    def finish(
+        self, inputs: Mapping[int, torch.Tensor], fixed: set[int], lenders: Mapping[int, torch.nn.Parameter]
+    ) -> None:
         """The run has ended.
 
         Args:
             inputs: what it read of the previous stage, by number.
             fixed: addresses of storages that are not the stage's: parameters, buffers, held tensors.
+            lenders: the parameters among these whose memory comes and goes, by address.
         """
         addresses = {t.untyped_storage()._cdata: number for number, t in inputs.items() if is_movable(t)}
         for tensor, version in zip(self._tensors, self._versions, strict=True):
-            self.items.append(self._sorted(tensor, version, addresses, fixed))
+            self.items.append(self._sorted(tensor, version, addresses, fixed, lenders))
         self.clear()
 
-    def _sorted(self, tensor: torch.Tensor, version: int, inputs: Mapping[int, int], fixed: set[int]) -> _Whole | _Part:
+    def _sorted(
+        self,
+        tensor: torch.Tensor,
+        version: int,
+        inputs: Mapping[int, int],
+        fixed: set[int],
+        lenders: Mapping[int, torch.nn.Parameter],
+    ) -> _Whole | _Part:
         if not is_movable(tensor):
-            return _Whole(tensor, version)
+            return _Whole(tensor, version, lenders)
         storage = tensor.untyped_storage()
         address = storage._cdata
         number = inputs.get(address)
         # FSDP empties the storages of parameters that it gathers, so they may be small as well.
-        if number is None and (address in fixed or storage.nbytes() < self._smallest_bytes):
-            return _Whole(tensor, version)
+        is_small = storage.nbytes() < self._smallest_bytes
+        if number is None and (address in lenders or address in fixed or is_small):
+            return _Whole(tensor, version, lenders)
         box = self.cargo.box(storage, address) if number is None else None
         return _Part(box, tensor, number, unchanged=version_of(tensor) == version)
 

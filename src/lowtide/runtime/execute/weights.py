@@ -1,10 +1,13 @@
 """Weights, weight gradients and optimizer state that live on the lower tier and visit the device.
 
 Every such tensor has a *mirror*, its place on the lower tier as a tensor of the same device. While it is away, the
-user's own object (the parameter, its gradient, the optimizer's state) is that mirror: whatever the user's code does
-with it works, at the link's speed, and is not lost. While it is there, the object has device memory. A parameter keeps
-one storage on the device for as long as the plan lives, emptied and filled again, because autograd's graph refers to
-views of it.
+user's own object (the parameter, its gradient, the optimizer's state) has the mirror's memory: whatever the user's code
+does with it works, at the link's speed, and is not lost. While it is there, the object has device memory.
+
+Memory that has a second name (a view, a `state_dict`, a numpy array, another process) does not move: a tensor whose
+device memory has one stays on the device, and one whose mirror has one is back in it whenever the user's code runs. So
+every name for a tensor's memory sees the tensor. What autograd saves is no such name: it is kept as a view of the
+parameter, and put together when it is opened.
 
 The list of operations says what is where, and nothing here depends on it: a value that is needed is fetched if it is
 not there, and one that leaves without a current mirror is copied first. So a step that is skipped, ends in an exception
@@ -13,96 +16,181 @@ or is run twice costs time and never a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.errors import ExecutionError, PlanError
+from lowtide.errors import ExecutionError, LowtideWarning, PlanError
 from lowtide.runtime.meter import exclude
 from lowtide.runtime.transfer.cargo import Mirror, Ticket, Tier
 from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
-# Of a storage: the tensor, and the Python object through which it is counted.
-_NUM_OWN_USES = 2
 # How often weights that leave with a current mirror are compared with it: after a forward, and after a backward.
 _NUM_COMPARED = 2
+
+
+def _num_names(storage: torch.UntypedStorage) -> int:
+    """How many tensors have this memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object counts, too
+
+
+def _is_shared(storage: torch.UntypedStorage) -> bool:
+    """Whether other processes may have this memory."""
+    return storage.device.type == "cpu" and storage.is_shared()
+
+
+def has_other_names(tensor: torch.Tensor, num_own: int = 1) -> bool:
+    """Whether something besides so many tensors of lowtide's refers to a tensor's memory, so that it cannot move."""
+    storage = tensor.untyped_storage()
+    # What `tensor.numpy()` returns is another name for its memory, and all that tells of it is this mark. A tensor that
+    # requires gradients has no `numpy()`; a view of it has, which counts by itself.
+    is_array = not storage.resizable() and not tensor.requires_grad
+    return is_array or _is_shared(storage) or _num_names(storage) > num_own
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory of one of torch's own devices, with something in it."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage, so that the storage can be emptied and filled again for it."""
+    return is_plain(tensor) and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's strides are not those of a copy of it."""
+    return not tensor.is_contiguous() and tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 
 class _Item:
     """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
 
-    __slots__ = ("memory", "mirror", "num_bytes", "storage", "tensor")
+    __slots__ = ("is_bound", "is_current", "mirror", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
-        self.num_bytes = tensor.numel() * tensor.element_size()
         self.mirror = mirror
-        if mirror is None and not tensor.untyped_storage().resizable():  # of a file, or another library
-            tensor.data = torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(tensor)
-        # of its own version: copies into it are no changes of the tensor
-        self.memory = tensor.data if mirror is None else torch.empty_like(mirror.tensor)
-        self.storage = self.memory.untyped_storage()
-        if mirror is not None:
-            self.storage.resize_(0)
+        self.is_current = False  # whether the mirror holds what the device holds
+        self.is_bound = False  # to its mirror, for good
+        # Its own device memory, empty while it is away: the tensor has the same storage whenever it is there.
+        self.storage = tensor.untyped_storage() if self.is_there else None
 
-    def place(self, tier: Tier) -> Mirror:
-        """Its place on the lower tier."""
-        if self.mirror is None:
-            self.mirror = tier.mirror(self.memory)
-        return self.mirror
+    @property
+    def _home(self) -> torch.UntypedStorage | None:
+        return None if self.mirror is None else self.mirror.tensor.untyped_storage()
 
     @property
     def is_there(self) -> bool:
         """Whether the tensor has device memory: its own, or some that the user gave it."""
-        if self.mirror is None:
-            return True
-        return bool(self.tensor.untyped_storage()._cdata != self.mirror.tensor.untyped_storage()._cdata)
+        home = self._home
+        return home is None or bool(self.tensor.untyped_storage()._cdata != home._cdata)
 
     @property
     def is_known(self) -> bool:
         """Whether it is in one of its two places."""
-        return not self.is_there or self.tensor.untyped_storage()._cdata == self.storage._cdata
+        is_own = self.storage is None or self.tensor.untyped_storage()._cdata == self.storage._cdata
+        return not self.is_there or is_own
+
+    @property
+    def is_named_at_home(self) -> bool:
+        """Whether something else refers to its memory on the lower tier."""
+        home = self._home
+        return home is not None and (_is_shared(home) or _num_names(home) > (1 if self.is_there else 2))
+
+    def close_gaps(self) -> None:
+        """Give it strides that a copy can have, as autograd leaves gradients but for rare cases."""
+        if _has_gaps(self.tensor):
+            self.tensor.data = torch.empty_like(self.tensor.data).copy_(self.tensor.data)
+
+    def make_memory(self) -> torch.Tensor:
+        """Take device memory for it."""
+        assert self.mirror is not None
+        like = self.mirror.tensor
+        if self.storage is None:
+            self.storage = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device).untyped_storage()
+        self.storage.resize_(like.nbytes)
+        return torch.empty(0, dtype=like.dtype, device=like.device).set_(self.storage, 0, like.shape, like.stride())
+
+    def go_home(self) -> None:
+        """Free its device memory; the mirror is current, and nothing else refers to what is freed."""
+        assert self.mirror is not None
+        storage = self.tensor.untyped_storage()
+        can_be_emptied = is_whole(self.tensor) and storage.resizable()
+        self.tensor.data = self.mirror.tensor
+        self.storage = storage if can_be_emptied else None
+        if can_be_emptied:
+            storage.resize_(0)
 
 
 class Parked:
-    """The weights, or the optimizer state, of one stage.
+    """The weights, the gradients or the optimizer state of one stage.
 
     Args:
         tier: where they go.
-        tensors: the user's tensors, as they are now.
-        mirrors: places on the tier that new tensors may be in already, by the address of the storage.
+        tensors: the user's tensors, as they are now, each with a key that it keeps when another takes its place.
+        adopted: places on the tier that new tensors may be in already, by the address of the storage.
+        are_renewed: in each step they are other tensors, as gradients are: none is held longer than necessary.
     """
 
-    def __init__(self, tier: Tier, tensors: Callable[[], Iterable[torch.Tensor]], mirrors: dict[int, Mirror]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        tensors: Callable[[], Iterable[tuple[Hashable, torch.Tensor]]],
+        adopted: dict[int, Mirror],
+        *,
+        are_renewed: bool = False,
+    ) -> None:
         self._tier = tier
         self._tensors = tensors
-        self._mirrors = mirrors
-        self._items: dict[int, _Item] = {}
+        self._adopted = adopted
+        self._are_renewed = are_renewed
+        self._items: dict[Hashable, _Item] = {}
+        self._places: dict[Hashable, Mirror] = {}
         self.is_away = False
-        """Whether it has left and not arrived since."""
-        self._is_current = False  # whether the mirrors hold what the device holds
+        """Whether some of it has left and not arrived since."""
         self._num_compared = 0
         self._is_written = False
         self._leaving: Ticket | None = None
-        self._arriving: tuple[list[_Item], Ticket] | None = None
+        self._arriving: tuple[list[tuple[_Item, torch.Tensor]], Ticket] | None = None
         self._taken: Ticket | None = None  # of the device memory that was filled last
 
     def find(self) -> list[_Item]:
-        """Look at the user's tensors again: optimizer state comes into being with the first step."""
-        found: dict[int, _Item] = {}
-        for tensor in self._tensors():
-            known = self._items.get(id(tensor))
-            if known is None:
-                known = _Item(tensor, self._mirrors.pop(tensor.untyped_storage()._cdata, None))
-                self._is_current = False
-            found[id(tensor)] = known
-        self._items = found
-        return list(found.values())
+        """Look at the user's tensors again: gradients and optimizer state come into being in steps."""
+        known, self._items = self._items, {}
+        for key, tensor in self._tensors():
+            item = known.pop(key, None)
+            if item is None or item.tensor is not tensor:
+                item = None  # what it held does not count as a name for its place
+                item = _Item(tensor, self._place_of(key, tensor))
+            self._items[key] = item
+        return list(self._items.values())
+
+    def _place_of(self, key: Hashable, tensor: torch.Tensor) -> Mirror | None:
+        """The place of a new tensor: that in which it is, or that of its predecessor if nobody refers to that."""
+        address = tensor.untyped_storage()._cdata
+        place = self._adopted.pop(address, None) or self._places.get(key)
+        if place is None:
+            return None
+        home = place.tensor.untyped_storage()
+        if home._cdata != address:
+            is_alike = place.tensor.dtype == tensor.dtype and place.tensor.shape == tensor.shape
+            if not is_alike or place.tensor.stride() != tensor.stride() or _is_shared(home) or _num_names(home) > 1:
+                return None
+        self._places[key] = place
+        return place
+
+    def make_room(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
+        """Take the room on the lower tier now: taken between activations that come and go, it would leave gaps."""
+        for key, tensor in tensors:
+            self._places.setdefault(key, self._tier.mirror(tensor))
 
     def forget(self) -> None:
         """Hold no memory of the user's any more."""
@@ -115,76 +203,124 @@ class Parked:
 
     @property
     def is_there(self) -> bool:
-        """Whether all of it is on the device, or on its way."""
-        return self._arriving is not None or all(item.is_there for item in self._items.values())
+        """Whether some of it is on the device, or on its way."""
+        return self._arriving is not None or any(item.is_there for item in self.find())
 
     def change(self) -> None:
         """What is on the device may have been changed: mirrors are not current."""
-        self._is_current = False
+        self.arrive()
+        for item in self._items.values():
+            item.is_current = False
+        if self._are_renewed:
+            self._wait_for_leaving()
+            self.forget()
 
     def offload(self) -> int:
         """Queue copies to the mirrors; returns their bytes."""
         self.arrive()
-        there = [item for item in self.find() if item.is_there]
-        if not there or self._is_current:
-            return 0
-        self._wait_for_leaving()
-        self._leaving = self._tier.copy_down([(item.tensor.data, item.place(self._tier)) for item in there])
-        self._is_current = True
-        return sum(item.num_bytes for item in there)
+        return self._copy(self._able_to_leave())
 
     def leave(self) -> int:
         """Free the device memory, copying first what has no current mirror; returns the bytes copied."""
         self.arrive()
-        if self._is_current and self._num_compared < _NUM_COMPARED:
-            self._compare()
-        if self._is_written:
-            self._is_current = False
-        moved = self.offload()
+        self._compare()
+        return self._send(self._able_to_leave())
+
+    def leave_where_named(self) -> int:
+        """Free the device memory of what has a second name on the lower tier; returns the bytes copied."""
+        self.arrive()
+        if not any(item.is_named_at_home for item in self._items.values()):
+            return 0
+        return self._send([item for item in self._able_to_leave() if item.is_named_at_home])
+
+    def _able_to_leave(self) -> list[_Item]:
+        """What is on the device and has no second name there."""
+        there = [item for item in self.find() if item.is_there]
+        sharing = Counter(item.tensor.untyped_storage()._cdata for item in there)  # gradients may be parts of one
+        return [i for i in there if not has_other_names(i.tensor, sharing[i.tensor.untyped_storage()._cdata])]
+
+    def _copy(self, items: Sequence[_Item]) -> int:
+        """Queue copies of what has no current mirror; returns their bytes."""
+        stale = [item for item in items if not item.is_current]
+        if not stale:
+            return 0
         self._wait_for_leaving()
-        if self._taken is not None:
-            self._taken.hand_back()
-            self._taken = None
-        for item in self._items.values():
-            if item.is_there:
-                item.tensor.data = item.place(self._tier).tensor
-            item.storage.resize_(0)
-        self.is_away = bool(self._items)
+        keys = {id(item): key for key, item in self._items.items()}
+        pairs = []
+        for item in stale:
+            item.close_gaps()
+            if item.mirror is None:
+                item.mirror = self._places[keys[id(item)]] = self._tier.mirror(item.tensor.data)
+            pairs.append((item.tensor.data, item.mirror))
+            item.is_current = True
+        self._leaving = self._tier.copy_down(pairs)
+        return sum(item.tensor.nbytes for item in stale)
+
+    def _send(self, items: Sequence[_Item]) -> int:
+        """Free the device memory of some tensors; returns the bytes copied first."""
+        moved = self._copy(items)
+        self._wait_for_leaving()
+        self.hand_back()
+        for item in items:
+            item.go_home()
+        self.is_away = any(not item.is_there for item in self._items.values())
         return moved
 
     def _compare(self) -> None:
         """See whether the stage itself writes to its weights (`weight.data.clamp_(0)` in a forward), which no version
         tells: then they are copied whenever they leave.
         """
-        self._num_compared += 1
-        self._wait_for_leaving()
-        there = [item for item in self._items.values() if item.is_there and item.mirror is not None]
-        self._is_written |= not all(torch.equal(item.tensor.data, item.place(self._tier).tensor) for item in there)
+        current = [item for item in self._items.values() if item.is_there and item.is_current]
+        if current and self._num_compared < _NUM_COMPARED:
+            self._num_compared += 1
+            self._wait_for_leaving()
+            mirrors = [(item.tensor.data, item.mirror.tensor) for item in current if item.mirror is not None]
+            self._is_written |= not all(torch.equal(tensor, place) for tensor, place in mirrors)
+        if self._is_written:
+            self.change()
 
     def prefetch(self) -> int:
         """Take device memory and queue copies from the mirrors; returns their bytes."""
         if self._arriving is not None:
             return 0
-        away = [item for item in self.find() if not item.is_there]
+        away = [item for item in self.find() if not item.is_there and not item.is_bound]
         if not away:
             return 0
-        for item in away:
-            item.storage.resize_(item.num_bytes)
-        self._taken = self._tier.copy_up([(item.memory, item.place(self._tier)) for item in away])
-        self._arriving = (away, self._taken)
-        return sum(item.num_bytes for item in away)
+        made = [(item, item.make_memory()) for item in away]
+        self._taken = self._tier.copy_up([(memory, item.mirror) for item, memory in made if item.mirror is not None])
+        self._arriving = (made, self._taken)
+        return sum(memory.nbytes for _, memory in made)
 
     def arrive(self) -> None:
         """Wait for what was fetched; from here on the user's tensors are on the device."""
         if self._arriving is None:
             return
-        (items, ticket), self._arriving = self._arriving, None
+        (made, ticket), self._arriving = self._arriving, None
         ticket.wait()
         self.is_away = False
-        self._is_current = self._is_current or len(items) == len(self._items)
-        for item in items:
+        for item, memory in made:
             if not item.is_there:
-                item.tensor.data = item.memory
+                item.tensor.data = memory
+                item.is_current = True
+
+    def bind(self) -> int:
+        """Leave what has a second name on the lower tier there, for good; returns how many tensors that are."""
+        self.arrive()
+        for item in self.find():
+            item.is_bound = not item.is_there and item.is_named_at_home
+        return sum(item.is_bound for item in self._items.values())
+
+    def drop(self) -> None:
+        """Nobody needs it any more."""
+        self.arrive()
+        self._wait_for_leaving()
+        self.forget()
+
+    def hand_back(self) -> None:
+        """The device memory that was filled last is freed now."""
+        if self._taken is not None:
+            self._taken.hand_back()
+            self._taken = None
 
     def _wait_for_leaving(self) -> None:
         if self._leaving is not None:
@@ -219,155 +355,6 @@ class Spent(torch.Tensor):
         )
 
 
-class ParkedGradients:
-    """The gradients of one stage's parameters. autograd makes them anew, so nothing of theirs on the device is kept.
-
-    Args:
-        tier: where they go.
-        parameters: whose they are.
-    """
-
-    def __init__(self, tier: Tier, parameters: Sequence[nn.Parameter]) -> None:
-        self._tier = tier
-        self._parameters = parameters
-        self._mirrors: dict[int, Mirror] = {}
-        self._copied: dict[int, torch.Tensor] = {}  # gradients whose mirrors are current, or will be; kept until then
-        self._leaving: Ticket | None = None
-        self._arriving: tuple[list[tuple[nn.Parameter, torch.Tensor]], Ticket] | None = None
-        self._taken: Ticket | None = None
-
-    def forget(self) -> None:
-        """Hold no memory of the user's any more."""
-        self._copied.clear()
-
-    @property
-    def is_there(self) -> bool:
-        """Whether a gradient is on the device, or on its way."""
-        return self._arriving is not None or any(True for _ in self._there())
-
-    def exist(self) -> bool:
-        """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self._parameters)
-
-    def change(self) -> None:
-        """What is on the device may have been changed: mirrors are not current."""
-        self._copied.clear()
-
-    def offload(self) -> int:
-        """Queue copies to the mirrors; returns their bytes."""
-        self.arrive()
-        pairs: list[tuple[torch.Tensor, Mirror]] = []
-        for parameter, gradient in self._there():
-            if self._copied.get(id(parameter)) is not gradient:
-                gradient = self._without_gaps(parameter, gradient)
-                pairs.append((gradient, self._mirror_of(parameter, gradient)))
-                self._copied[id(parameter)] = gradient
-        if not pairs:
-            return 0
-        self._wait_for_leaving()
-        self._leaving = self._tier.copy_down(pairs)
-        return sum(gradient.numel() * gradient.element_size() for gradient, _ in pairs)
-
-    def leave(self) -> int:
-        """Free the device memory, copying first what has no current mirror; returns the bytes copied."""
-        moved = self.offload()
-        self._wait_for_leaving()
-        if self._taken is not None:
-            self._taken.hand_back()
-            self._taken = None
-        for parameter, _ in list(self._there()):
-            parameter.grad = self._mirrors[id(parameter)].tensor
-        self._copied.clear()
-        return moved
-
-    def prefetch(self) -> int:
-        """Take device memory and queue copies from the mirrors; returns their bytes."""
-        if self._arriving is not None:
-            return 0
-        away = [parameter for parameter in self._parameters if self._is_away(parameter)]
-        if not away:
-            return 0
-        mirrors = [self._mirrors[id(parameter)] for parameter in away]
-        made = [torch.empty_like(mirror.tensor, memory_format=torch.preserve_format) for mirror in mirrors]
-        self._taken = self._tier.copy_up(list(zip(made, mirrors, strict=True)))
-        self._arriving = (list(zip(away, made, strict=True)), self._taken)
-        return sum(tensor.numel() * tensor.element_size() for tensor in made)
-
-    def arrive(self) -> None:
-        """Wait for what was fetched; from here on it is the parameters' gradient."""
-        if self._arriving is None:
-            return
-        (made, ticket), self._arriving = self._arriving, None
-        ticket.wait()
-        for parameter, gradient in made:
-            if self._is_away(parameter):  # else the user has set it to None meanwhile
-                parameter.grad = gradient
-                self._copied[id(parameter)] = gradient
-
-    def make_room(self) -> None:
-        """Take the room on the lower tier now: taken between activations that come and go, it would leave gaps."""
-        for parameter in self._parameters:
-            if parameter.requires_grad:
-                self._mirror_of(parameter, parameter.data)
-
-    def spend(self) -> None:
-        """Free the gradients; whoever reads them now is told why they are gone."""
-        self.arrive()
-        self._wait_for_leaving()
-        self._copied.clear()
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = Spent(parameter)
-        if self._taken is not None:
-            self._taken.hand_back()
-            self._taken = None
-
-    def _there(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            if gradient is not None and is_plain(gradient) and not self._is_away(parameter):
-                yield parameter, gradient
-
-    def _is_away(self, parameter: nn.Parameter) -> bool:
-        mirror = self._mirrors.get(id(parameter))
-        return mirror is not None and parameter.grad is mirror.tensor
-
-    def _without_gaps(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient with the strides of its parameter, as autograd leaves it but for rare cases."""
-        if gradient.stride() == parameter.stride():
-            return gradient
-        parameter.grad = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient).detach()
-        return parameter.grad
-
-    def _mirror_of(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Mirror:
-        mirror = self._mirrors.get(id(parameter))
-        if mirror is None or mirror.tensor.dtype != gradient.dtype:
-            mirror = self._mirrors[id(parameter)] = self._tier.mirror(gradient)
-        return mirror
-
-    def _wait_for_leaving(self) -> None:
-        if self._leaving is not None:
-            self._leaving.wait()
-            self._leaving = None
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory of one of torch's own devices, with something in it."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all of its storage, so that the storage can be emptied and filled again for it."""
-    num_bytes = tensor.numel() * tensor.element_size()
-    return is_plain(tensor) and tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == num_bytes
-
-
-def has_other_users(tensor: torch.Tensor) -> bool:
-    """Whether something else, such as a `state_dict` that the user holds, refers to a tensor's memory, too."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _NUM_OWN_USES
-
-
 class Weights:
     """All values of a model that a schedule may move besides activations.
 
@@ -387,31 +374,31 @@ class Weights:
     ) -> None:
         self._tier = tier
         self._names = names
-        self._mirrors: dict[int, Mirror] = {}
+        self._adopted: dict[int, Mirror] = {}
         self.parameters = parameters
         self.optimizer = optimizer
         self.moved_bytes = 0
-        self._values: dict[Value, Parked | ParkedGradients] = {}
+        self._values: dict[Value, Parked] = {}
         for k, own in parameters.items():
-            self._values[("w", k)] = Parked(tier, partial(iter, own), self._mirrors)
-            self._values[("g", k)] = ParkedGradients(tier, own)
-            self._values[("opt", k)] = Parked(tier, partial(self._state_of, own), self._mirrors)
+            self._values[("w", k)] = Parked(tier, partial(_keyed, own), self._adopted)
+            self._values[("g", k)] = Parked(tier, partial(_gradients_of, own), self._adopted, are_renewed=True)
+            self._values[("opt", k)] = Parked(tier, partial(self._state_of, own), self._adopted)
 
-    def _state_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
+    def _state_of(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Hashable, torch.Tensor]]:
         if self.optimizer is None:
             return
         for parameter in parameters:
             state = self.optimizer.state.get(parameter, {})
-            for value in state.values() if isinstance(state, Mapping) else ():
+            for name, value in state.items() if isinstance(state, Mapping) else ():
                 is_there = isinstance(value, torch.Tensor) and value.device == parameter.device
                 if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
-                    yield value
+                    yield (id(parameter), name), value
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a tensor in a place on the tier, to become optimizer state of a parameter."""
         mirror = self._tier.mirror(parameter)  # state of its shape has its dtype and strides
         mirror.tensor.copy_(tensor)
-        self._mirrors[mirror.tensor.untyped_storage()._cdata] = mirror
+        self._adopted[mirror.tensor.untyped_storage()._cdata] = mirror
         return mirror.tensor.detach()  # an object of its own, which will have device memory from time to time
 
     # The list
@@ -433,7 +420,7 @@ class Weights:
     def need(self, k: int) -> None:
         """Have the weights of stage k on the device."""
         value = self._values.get(("w", k))
-        if isinstance(value, Parked) and value.is_away:
+        if value is not None and value.is_away:
             self._fetch(value)
 
     def need_all(self, k: int) -> None:
@@ -441,14 +428,18 @@ class Weights:
         for kind in MANAGED:
             self._fetch(self._values[kind, k])
 
-    def _fetch(self, value: Parked | ParkedGradients) -> None:
+    def _fetch(self, value: Parked) -> None:
         self.moved_bytes += value.prefetch()
         value.arrive()
 
     def is_away(self, k: int) -> bool:
         """Whether weights of stage k are not on the device."""
         value = self._values.get(("w", k))
-        return isinstance(value, Parked) and value.is_away
+        return value is not None and value.is_away
+
+    def lenders(self, k: int) -> dict[int, nn.Parameter]:
+        """The weights of stage k that come and go, by the address of the storage that they have now."""
+        return {parameter.untyped_storage()._cdata: parameter for parameter in self.parameters.get(k, ())}
 
     def change(self) -> None:
         """Somebody may have written to what is on the device."""
@@ -458,6 +449,7 @@ class Weights:
     def begin(self, start: Collection[Value], copied: Iterable[Value]) -> None:
         """A step begins: have on the device what the list starts with, whatever has happened since the last one."""
         self.check()
+        self.hand_over()
         self.change()
         self.settle(start, fetch=True)
         for name in copied:
@@ -465,21 +457,19 @@ class Weights:
             if value is not None:
                 self.moved_bytes += value.offload()
 
-    def arrive(self) -> None:
-        """Have all that is on its way: the user's code comes next, and must not write to what was copied already."""
+    def hand_over(self) -> None:
+        """The user's code comes next: all that is on its way is there, and what has a second name is where that is."""
         for value in self._values.values():
-            value.arrive()
+            self.moved_bytes += value.leave_where_named()
 
     def make_room(self) -> None:
         """Take the room for gradients on the lower tier."""
-        for value in self._values.values():
-            if isinstance(value, ParkedGradients):
-                value.make_room()
+        for k, own in self.parameters.items():
+            self._values["g", k].make_room((id(p), p.data) for p in own if p.requires_grad)
 
     def has_gradients(self, k: int) -> bool:
         """Whether stage k has anything to update."""
-        value = self._values.get(("g", k))
-        return isinstance(value, ParkedGradients) and value.exist()
+        return any(parameter.grad is not None for parameter in self.parameters.get(k, ()))
 
     def end_update(self, k: int, *, are_gradients_changed: bool, spends_gradients: bool) -> None:
         """The weights and optimizer state of stage k are new; its gradients leave the device and stay readable, or are
@@ -488,11 +478,14 @@ class Weights:
         for kind in ("w", "opt") if not are_gradients_changed else MANAGED:
             self._values[kind, k].change()
         gradients = self._values["g", k]
-        if spends_gradients:
-            assert isinstance(gradients, ParkedGradients)
-            gradients.spend()
-        else:
+        if not spends_gradients:
             self.moved_bytes += gradients.leave()
+            return
+        gradients.drop()
+        for parameter in self.parameters[k]:
+            if parameter.grad is not None:
+                parameter.grad = Spent(parameter)
+        gradients.hand_back()
 
     def forget_spent(self) -> None:
         """Gradients that were used up are None when the next forward begins, as after `zero_grad()`."""
@@ -520,6 +513,7 @@ class Weights:
         Raises:
             ExecutionError: where the device has no room; what is left on the host stays usable there.
         """
+        num_bound = sum(value.bind() for value in self._values.values())
         try:
             for value in self._values.values():
                 self._fetch(value)
@@ -530,6 +524,14 @@ class Weights:
                 "host memory, where every operation can use it, slowly"
             ) from None
         self._tier.finish()
+        if num_bound:
+            warnings.warn(
+                f"{num_bound} weights, gradients or tensors of optimizer state stay in host memory after detaching, "
+                "where every operation can use them, slowly: something else (a view, a state_dict, a numpy array) "
+                "refers to their memory there; free it before plan.detach() to have them on the device",
+                LowtideWarning,
+                stacklevel=2,
+            )
 
     def check(self) -> None:
         """Refuse parameters that were moved or given other memory while lowtide looks after theirs.
@@ -540,7 +542,6 @@ class Weights:
         for (kind, _), value in self._values.items():
             if kind != "w":
                 continue
-            assert isinstance(value, Parked)
             for item in value.items:
                 if not item.is_known:
                     raise PlanError(
@@ -548,3 +549,15 @@ class Weights:
                         "param.data = ...) while its plan keeps weights on the host; call plan.detach() first, and "
                         "call fit again afterwards"
                     )
+
+
+def _keyed(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    return ((id(tensor), tensor) for tensor in tensors)
+
+
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[Hashable, torch.Tensor]]:
+    """The gradients that can be moved, with the keys of their parameters."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and is_plain(gradient):
+            yield id(parameter), gradient

@@ -12,7 +12,7 @@ from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings
-from lowtide.runtime.measure.weights import UpdateFigures, optimizer_state_bytes, update_figures
+from lowtide.runtime.measure.weights import optimizer_state_bytes, update_figures, updates_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
@@ -85,23 +85,21 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())
     moved = {k: frozenset(map(id, own)) for k, own in movable.items()}
     movable_ids = frozenset(key for own in moved.values() for key in own)
-    stages, step_bytes, mirrors, known = [], [], dict[Value, int](), dict[tuple[object, ...], UpdateFigures]()
-    for k, stage in enumerate(chain.stages, start=1):
+    stages, step_bytes, mirrors = [], [], dict[Value, int]()
+    updates = updates_of(optimizer, [movable[k] for k in range(1, chain.num_stages + 1)])
+    for k, (stage, update) in enumerate(zip(chain.stages, updates, strict=True), start=1):
         own = movable[k]
         trained = [parameter for parameter in own if parameter.requires_grad]
-        kind = tuple((tuple(parameter.shape), parameter.dtype) for parameter in trained)
-        if kind not in known:
-            known[kind] = update_figures(optimizer, trained)
         stages.append(
             replace(
                 stage,
                 weight_bytes=_num_bytes(own),
                 weight_grad_bytes=_num_bytes(trained),
                 optimizer_bytes=sum(state_bytes.get(id(parameter), 0) for parameter in trained),
-                update_seconds=known[kind].seconds,
+                update_seconds=update.seconds,
             )
         )
-        step_bytes.append(known[kind].extra_bytes)
+        step_bytes.append(update.extra_bytes)
         mirrors["w", k] = sum(map(_room, own))
         mirrors["g", k] = sum(map(_room, trained))
         # State has the parameter's shape, or is so small that a block of the tier holds it.

@@ -48,6 +48,7 @@ from lowtide.runtime.measure.weights import (
     existing_state_bytes,
     optimizer_state_bytes,
     stage_weights,
+    with_updates,
 )
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.sample import Sample
@@ -80,7 +81,8 @@ def measure(
         sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
         stages: the stages by hand; see `lowtide.runtime.capture.capture.capture`. None: the finest useful chain.
         loss: what the training loop computes from the model's result; None: the loss in the result where there is one.
-        optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted.
+        optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted and whose
+            steps are to be timed.
         name: of the chain; None: the model's class.
         grads_resident: weight gradients exist from the start (accumulation over several steps).
         keeps_result: the training loop has the model's result in hand while backward runs.
@@ -103,7 +105,7 @@ def measure(
     """
     check_arguments(model, stages, loss)
     check_has_data(model)
-    _, chain = capture_and_measure(
+    split, chain = capture_and_measure(
         model,
         sample,
         stages=stages,
@@ -115,7 +117,7 @@ def measure(
         moves_activations=moves_activations,
         progress=progress,
     )
-    return chain
+    return with_updates(chain, model, split, optimizer)
 
 
 def capture_and_measure(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.chain import Chain
 from lowtide.errors import CaptureError, shown
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.split import Split
@@ -219,15 +220,48 @@ class UpdateFigures:
     extra_bytes: int = 0
 
 
-def update_figures(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> UpdateFigures:
+def update_figures(optimizer: torch.optim.Optimizer | str, parameters: Iterable[nn.Parameter]) -> UpdateFigures:
     """Measure steps of such an optimizer on tensors like some parameters, which are gone afterwards."""
-    ids, found = {id(parameter) for parameter in parameters if parameter.requires_grad}, UpdateFigures()
+    trained, found = [parameter for parameter in parameters if parameter.requires_grad], UpdateFigures()
+    if isinstance(optimizer, str):
+        kind = _KINDS.get(optimizer.lower())
+        return found if kind is None or not trained else _measured_steps(kind, trained)
+    ids = set(map(id, trained))
     for group in optimizer.param_groups:
         own = [parameter for parameter in group["params"] if id(parameter) in ids]
         if own:
             measured = _measured_steps(partial(like_of, optimizer, group), own)
             found = UpdateFigures(found.seconds + measured.seconds, max(found.extra_bytes, measured.extra_bytes))
     return found
+
+
+def updates_of(
+    optimizer: torch.optim.Optimizer | str, stages: Iterable[Sequence[nn.Parameter]]
+) -> Iterator[UpdateFigures]:
+    """What the optimizer's step of each stage takes, given by its parameters; stages of one kind are measured once."""
+    known: dict[tuple[object, ...], UpdateFigures] = {}
+    for own in stages:
+        kind = tuple((tuple(parameter.shape), parameter.dtype) for parameter in own if parameter.requires_grad)
+        if kind not in known:
+            known[kind] = update_figures(optimizer, own)
+        yield known[kind]
+
+
+def with_updates(chain: Chain, model: nn.Module, split: Split, optimizer: Optimizer) -> Chain:
+    """A chain with the times of the optimizer's steps; those of one that cannot be made anew stay unknown."""
+    if optimizer is None:
+        return chain
+    by_name, owned, stages = dict(model.named_parameters(remove_duplicate=False)), set[int](), []
+    for stage in split.stages:  # a parameter that several stages share belongs to the first
+        own = [by_name[name] for name in stage.parameters if id(by_name[name]) not in owned]
+        owned |= set(map(id, own))
+        stages.append(own)
+    try:
+        found = list(updates_of(optimizer, stages))
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        return chain
+    pairs = zip(chain.stages, found, strict=True)
+    return replace(chain, stages=tuple(replace(stage, update_seconds=each.seconds) for stage, each in pairs))
 
 
 def _measured_steps(

@@ -91,7 +91,9 @@ class _FileMirror:
         self.stored: Future[None] | None = None
         memory = torch.frombuffer(piece.map, dtype=torch.uint8, count=self.num_bytes, offset=room.offset)
         memory.untyped_storage().room = room  # type: ignore[attr-defined]  # given back when the last view of it dies
-        self.tensor = exclude(memory).view(like.dtype).as_strided(like.shape, like.stride())
+        # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
+        storage = exclude(memory).untyped_storage()
+        self.tensor = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
 
 
 class FileTier:
@@ -153,9 +155,9 @@ class FileTier:
         """Queue copies of tensors to their places."""
         self._enter_process()
         # Addresses and no tensors: the thread would keep them for a moment longer than anybody counts on.
-        copies = [(mirror, tensor.data_ptr()) for tensor, mirror in pairs]
+        copies = [(mirror, mirror.tensor.data_ptr(), tensor.data_ptr()) for tensor, mirror in pairs]
         future = self._writer.submit(_fill_mirrors, copies)
-        for mirror, _ in copies:
+        for _, mirror in pairs:
             mirror.stored = future
         return _FileTicket(future)
 
@@ -167,7 +169,8 @@ class FileTier:
                 "this process was forked while weights were on the host, where only the parent process can fetch them; "
                 "call plan.detach() before forking, or train in the parent"
             )
-        return _FileTicket(self._reader.submit(_read_mirrors, [(mirror, t.data_ptr()) for t, mirror in pairs]))
+        copies = [(mirror, mirror.tensor.data_ptr(), tensor.data_ptr()) for tensor, mirror in pairs]
+        return _FileTicket(self._reader.submit(_read_mirrors, copies))
 
     def finish(self) -> None:
         """Whoever waited for a copy has waited until its end."""
@@ -197,15 +200,16 @@ def _read(region: _FileRegion, storages: Sequence[torch.UntypedStorage]) -> None
     region.piece.let_go(region.room.offset, region.num_bytes)
 
 
-def _fill_mirrors(copies: Sequence[tuple[_FileMirror, int]]) -> None:
-    for mirror, address in copies:
-        ctypes.memmove(mirror.piece.address + mirror.offset, address, mirror.num_bytes)
+def _fill_mirrors(copies: Sequence[tuple[_FileMirror, int, int]]) -> None:
+    # Places by their addresses as well: `share_memory_()` moves a tensor's memory, and there they are.
+    for mirror, place, address in copies:
+        ctypes.memmove(place, address, mirror.num_bytes)
         mirror.piece.let_go(mirror.offset, mirror.num_bytes)
 
 
-def _read_mirrors(copies: Sequence[tuple[_FileMirror, int]]) -> None:
-    for mirror, address in copies:
+def _read_mirrors(copies: Sequence[tuple[_FileMirror, int, int]]) -> None:
+    for mirror, place, address in copies:
         if mirror.stored is not None:
             mirror.stored.result()
-        ctypes.memmove(address, mirror.piece.address + mirror.offset, mirror.num_bytes)
+        ctypes.memmove(address, place, mirror.num_bytes)
         mirror.piece.let_go(mirror.offset, mirror.num_bytes)

@@ -104,7 +104,9 @@ class _PinnedMirror:
         self.last_copy: torch.cuda.Event | None = None
         memory = torch.as_tensor(_Mapped(slab, room, self.host), device=like.device)
         assert memory.data_ptr() == self.host.data_ptr()
-        self.tensor = memory.view(like.dtype).as_strided(like.shape, like.stride())
+        # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        self.tensor = empty.set_(memory.untyped_storage(), 0, like.shape, like.stride())
 
 
 class PinnedTier:
