@@ -39,21 +39,24 @@ class Mixture(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Its output depends on what it has appended, in a list that grows, a bounded one, or a deque."""
+    """Its output depends on what it has appended: in a list that grows, one that is bounded by 2 or by thousands, or a
+    deque.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
         self.kind = kind
-        self.history = {"values": deque(maxlen=2) if kind == "deque" else []}
+        self.most = 5000 if kind == "long" else 2
+        self.history = {"values": deque(maxlen=2) if kind == "deque" else [0.0] * self.most if kind == "long" else []}
 
     def forward(self, x):
         y = self.down(torch.tanh(self.up(x)))
         values = self.history["values"]
         values.append(float(y.detach().abs().mean()))
-        if self.kind == "bounded" and len(values) > 2:
+        if self.kind in ("bounded", "long") and len(values) > self.most:
             values.pop(0)
-        return x + y * (1 + sum(values) + len(values))
+        return x + y * (1 + sum(values) + len(values) % 100)
 
 
 class Reports(nn.Module):
@@ -83,8 +86,8 @@ class Sharing(nn.Module):
         return torch.tanh(self.inner(x)) * (self.settings["num_calls"] + self.settings["total"])
 
 
-def sharing() -> nn.Sequential:
-    settings = {"num_calls": 0, "total": torch.zeros(()), **{f"setting{k}": k for k in range(50)}}
+def sharing(num_settings: int = 50) -> nn.Sequential:
+    settings = {"num_calls": 0, "total": torch.zeros(()), **{f"setting{k}": k for k in range(num_settings)}}
     return nn.Sequential(*(Sharing(settings) for _ in range(5)))
 
 

@@ -157,13 +157,14 @@ CONTAINERS = [
     Awkward("list grows with each step", partial(containers.Mixture, detached=True), WIDE, num_stages=6, fitted=256),
     *(
         Awkward(f"history, {kind}", stack(partial(containers.Remembers, kind)), WIDE, 4, num_stages=5)
-        for kind in ("growing", "bounded", "deque")
+        for kind in ("growing", "bounded", "deque", "long")
     ),
     *(
         Awkward(f"dict made anew, {kind}", stack(partial(containers.Reports, kind)), WIDE, num_stages=5)
         for kind in ("tensor", "list")
     ),
     Awkward("dict that all blocks have", containers.sharing, WIDE, refused=True),
+    Awkward("large dict that all blocks have", partial(containers.sharing, 5000), WIDE, refused=True),
     Awkward("dict that lets nothing be taken out", stack(containers.Sealing), WIDE, num_stages=5),
 ]
 
@@ -189,6 +190,13 @@ PATHS = [
             fitted=256,
         )
         for share in (0.2, 0.6)
+    ),
+    Awkward(
+        "layers with statistics left out of the sample too",
+        partial(paths.Skipping, "skips", 0.4),
+        (16, paths.WIDTH),
+        8,
+        skips=True,
     ),
     *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way), 4), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
     Awkward("vmap makes a mask", paths.Masked, (32, paths.WIDTH), num_stages=2),

@@ -134,7 +134,8 @@ class RunningStep:
         tape = self.runs[k].tape
         source = self._input_of(k)
         if tape is not None:
-            tape.on_input = tape.on_side = None  # they would keep the stage's input until the forward has ended
+            # They would keep the stage's input until the forward has ended.
+            tape.on_input = tape.on_side = tape.on_held = None
             if k > 1 and tape.calls:  # else the model has left it out
                 self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:

@@ -19,7 +19,7 @@ from lowtide.runtime.execute.values import Activation, Sorter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.replay.endings import saves_last_before_a_product
 from lowtide.runtime.replay.staged import StagedForward
-from lowtide.runtime.state.environment import Mark, version_of
+from lowtide.runtime.state.environment import Environment, Mark
 from lowtide.runtime.state.rng import GeneratorWatch, State
 from lowtide.runtime.state.surroundings import refuse_saved_tensor_hooks, refuse_weight_cache
 from lowtide.runtime.state.writes import Writes
@@ -89,10 +89,11 @@ class ExecutedForward(StagedForward):
             if machine.checks is Checks.ALL:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints.add)
-            elif machine.spot_checks.stage == k:
+            pack, unpack = run.placeholders.first_run(step, sink)
+            if machine.spot_checks.stage == k:
                 run.spot_check = machine.spot_checks.begin(machine.stage_name(k), machine.buffer_storages_of(k))
-                sink = noting(sink, run.spot_check.first)
-            self._hooks = run.placeholders.first_run(step, sink)
+                pack = run.spot_check.first(pack)
+            self._hooks = pack, unpack
             self._begin_call = run.placeholders.begin_call
         self._before = None
         if k in step.program.repeats:
@@ -102,6 +103,14 @@ class ExecutedForward(StagedForward):
         self._mark = None if environment is None else environment.mark(others=step.read)
         is_observed = self._mark is not None and self._mark.observes
         self._writes = Writes() if is_observed and machine.can_be_watched(k) else None
+        if self.tape is not None and environment is not None and self._mark is not None:
+            self.tape.on_held = partial(self._note_held, environment, self._mark)
+
+    def _note_held(self, environment: Environment, mark: Mark, tensor: torch.Tensor) -> None:
+        """The code between units is about to use a tensor that no stage has made."""
+        name = self.machine.buffer_name(tensor)
+        if name is not None and environment.use(mark, name, tensor):
+            self.step.read.append((name, tensor))
 
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """Where generators are set between calls, in a stage that may be recomputed."""
@@ -141,12 +150,6 @@ class ExecutedForward(StagedForward):
         environment = self.machine.environment_of(k)
         assert environment is not None
         if self.tape is not None:
-            read = self.machine.buffers_among(self.tape.held)
-            step.read += environment.include(mark, read)
-            for name, tensor, version in read:
-                if version_of(tensor) != version:
-                    path = name.rpartition(".")[0]
-                    environment.add_beside(path, self.machine.model.get_submodule(path))
             run.mark, run.environment = mark, environment
         ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
         if self._writes is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from types import MappingProxyType
 
@@ -17,7 +17,6 @@ from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
-from lowtide.runtime.model.containers import Held
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
@@ -112,6 +111,7 @@ class Machine:
         self._compiled = {k for k, each in self._modules.items() if any(is_compiled(module) for _, module in each)}
         self._environments = self._environments_by_stage()
         self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffer_tables_of: dict[int, list[dict[str, torch.Tensor | None]]] = {}
         self._buffers: list[int] = []
         self._buffer_names: dict[int, str] = {}
         self.refresh()
@@ -123,6 +123,7 @@ class Machine:
         buffers = list(map(id, chain.from_iterable(map(dict.values, self._buffer_tables))))
         if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
             self._buffers = buffers
+            self._buffer_tables_of.clear()
             self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         first = next(self.model.parameters(), None)
         if first is not self._first_parameter:
@@ -168,14 +169,9 @@ class Machine:
         """Whether the operations of stage k can be seen without changing what it does: not those of compiled code."""
         return k not in self._compiled
 
-    def buffers_among(self, helds: Iterable[Held]) -> list[tuple[str, torch.Tensor, int]]:
-        """The buffers of the model among the tensors that a tape holds: with names, and versions when it read them."""
-        found = []
-        for held in helds:
-            name = self._buffer_names.get(id(held.tensor))
-            if name is not None and not isinstance(held.tensor, nn.Parameter):
-                found.append((name, held.tensor, held.version))
-        return found
+    def buffer_name(self, tensor: torch.Tensor) -> str | None:
+        """The name of a tensor that was a buffer of the model when the forward began; None: it was none."""
+        return self._buffer_names.get(id(tensor))
 
     def storages_of(self, k: int) -> set[int]:
         """The addresses of the storages of stage k's parameters and buffers.
@@ -201,7 +197,10 @@ class Machine:
 
     def buffer_storages_of(self, k: int) -> set[int]:
         """The addresses of the storages that the buffers of stage k have now."""
-        buffers = (tensor for _, module in self._modules[k] for tensor in module._buffers.values())
+        tables = self._buffer_tables_of.get(k)
+        if tables is None:
+            tables = self._buffer_tables_of[k] = [each._buffers for _, each in self._modules[k] if each._buffers]
+        buffers = chain.from_iterable(map(dict.values, tables))
         return {t.untyped_storage()._cdata for t in buffers if t is not None and t.layout is torch.strided}
 
     def is_state(self, tensor: torch.Tensor) -> bool:

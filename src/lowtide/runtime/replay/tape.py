@@ -166,6 +166,8 @@ class Tape:
         """By number, below 0, tensors that a call leaves in an attribute: what gives each after a run."""
         self.on_side: Callable[[Origin, torch.Tensor], None] | None = None
         """Called while recording with each of these; None: the tape keeps them itself."""
+        self.on_held: Callable[[torch.Tensor], None] | None = None
+        """Called while recording with each tensor that is no stage's, before the first call that reads it."""
         self._made: dict[int, int] = {}
         self._read_slots: list[int] = []  # by the call that is recorded
         self._last: dict[int, int] = {}  # by slot, the position of the last call that reads it
@@ -261,6 +263,8 @@ class Tape:
         known = self._held_of.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1].version == version_of(tensor):
             return known[1]  # a module may ask whether two of its arguments are the same (`key is value`)
+        if self.on_held is not None:
+            self.on_held(tensor)
         held = Held(without_history(tensor), found)
         self.held.append(held)
         self._held_of[id(tensor)] = (weakref.ref(tensor), held)
@@ -335,7 +339,7 @@ class Tape:
     def close(self) -> None:
         """End the recording."""
         self._ledger = None
-        self.on_input = self.on_side = None
+        self.on_input = self.on_side = self.on_held = None
         self._held_of.clear()
         self._in_numpy.clear()
 

@@ -35,10 +35,6 @@ _NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "lowtide", "numpy", "torch
 # The call site of a module is looked after by whoever intercepts its calls.
 _CALL_SITE = "_compiled_call_impl"
 
-# Containers with more entries are vocabularies and records of a whole run. Of lists among them the length is looked
-# after, so that they grow once a step; copying the others at each stage would be felt.
-_MOST_ENTRIES = 1000
-
 
 class Absent:
     """Stands for the value of a name that is not there."""
@@ -107,31 +103,26 @@ class Layout:
         self._inner = [(n, len(self._keys[n])) for n in self._dicts if n >= len(base)]
         self._read = [(n, _getter(self._keys[n])) for n in self._dicts]
         self._places = [(n, key) for n in self._dicts for key in self._keys[n]]
-        self._labels = [
-            Label(f"{paths[n]}.{key}".strip("."), registries[n] == "_buffers", is_beside=False)
-            for n, key in self._places
-        ]
+        self._paths, self._registries = paths, registries
         values = self._values(tables)
         self._types = list(map(type, values))
         self._find(values)
 
     def _find(self, values: Sequence[Any]) -> None:
-        self.hidden = [
-            index
-            for index, ((_, key), value) in enumerate(zip(self._places, values, strict=True))
-            if key == _CALL_SITE or (key not in _OF_EVERY_MODULE and not isinstance(value, tuple) and _is_hidden(value))
-        ]
-        self.tensors = [
-            index
-            for index, value in enumerate(values)
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-        ]
-        """Where tensors stand that are no parameters."""
-        self.labels = [self._labels[index] for index in self.tensors]
-        """What those are."""
-        self.parameters = [index for index, value in enumerate(values) if isinstance(value, nn.Parameter)]
-        self.tuples = [n for n, v in enumerate(values) if isinstance(v, tuple) and not _PLAIN.issuperset(map(type, v))]
-        """Where tuples stand that may hold tensors."""
+        not_plain = [index for index, kind in enumerate(self._types) if kind not in _PLAIN]
+        self.hidden, self.tensors, self.tuples = list[int](), list[int](), list[int]()
+        self.parameters = [index for index in not_plain if isinstance(values[index], nn.Parameter)]
+        for index in not_plain:
+            key, value = self._places[index][1], values[index]
+            if isinstance(value, tuple):
+                if not _is_all_plain(value):
+                    self.tuples.append(index)  # it may hold tensors
+            elif key == _CALL_SITE or (key not in _OF_EVERY_MODULE and _is_hidden(value)):
+                self.hidden.append(index)
+            elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                self.tensors.append(index)
+        self.labels = list(map(self.label, self.tensors))
+        """What the tensors are that are no parameters."""
         switches = [index for index, kind in enumerate(self._types) if kind in _SWITCHES or callable(values[index])]
         self._switches = _getter(switches)
 
@@ -163,13 +154,10 @@ class Layout:
                 return None
         if self._inner and any(len(tables[n]) != size for n, size in self._inner):
             return None
-        return Look(self, tables, values, self._sequences(tables) if self.others else [], others)
+        return Look(self, tables, values, [list(tables[n]) for n in self.others], others)
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
         return list(chain.from_iterable([get(tables[n]) for n, get in self._read]))
-
-    def _sequences(self, tables: Sequence[Any]) -> list[list[Any] | int]:
-        return [len(tables[n]) if _is_long(tables[n]) else list(tables[n]) for n in self.others]
 
     def switches_of(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Which values say what a module does, as switches and functions do, and numbers that count do not."""
@@ -193,7 +181,8 @@ class Layout:
 
     def label(self, index: int) -> Label:
         """What the tensor in a place is."""
-        return self._labels[index]
+        n, key = self._places[index]
+        return Label(f"{self._paths[n]}.{key}".strip("."), self._registries[n] == "_buffers", is_beside=False)
 
     def are_same(self, tables: Sequence[Any], others: Sequence[Any]) -> bool:
         """Whether two looks found the same containers; those of modules are."""
@@ -215,7 +204,7 @@ class Layout:
         return tables
 
     def contents(self, tables: Sequence[Any], values: Sequence[Any], sequences: Sequence[Any]) -> Iterator[Any]:
-        """Pairs of a container and what it is to hold: a dict, a list of entries, or the length of a long list."""
+        """Pairs of a container and what it is to hold, a dict or a list of entries."""
         start, held = 0, set(self._dicts)
         for n, table in enumerate(self._base):
             if n not in held:
@@ -228,7 +217,15 @@ class Layout:
 
 
 class Look:
-    """What cells hold at one moment, every object itself: not to be kept for long."""
+    """What cells hold at one moment.
+
+    Args:
+        layout: where they are.
+        tables: the containers themselves; none: those that are there when it is restored.
+        values: what dicts hold, by place.
+        sequences: what lists, deques and sets hold.
+        others: where the values are not those that were known.
+    """
 
     __slots__ = ("layout", "others", "sequences", "tables", "values")
 
@@ -237,91 +234,39 @@ class Look:
         layout: Layout,
         tables: list[Any],
         values: list[Any],
-        sequences: list[list[Any] | int],
-        others: list[int],
+        sequences: list[list[Any]],
+        others: Sequence[int] = (),
     ) -> None:
         self.layout = layout
         self.tables = tables
         self.values = values
         self.sequences = sequences
         self.others = others
-        """Where the values are not those that were known."""
 
-    def is_same(self, other: Look | None) -> bool:
-        """Whether the very same objects stand everywhere."""
-        return (
-            other is not None
-            and other.layout is self.layout
-            and all(map(is_, other.tables, self.tables))
-            and all(map(is_, other.values, self.values))
-            and all(map(_is_same_sequence, other.sequences, self.sequences))
-        )
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that are no parameters and have no graph."""
-        return Kept(self).contents()[0]
-
-    def restore_sequences(self) -> list[Any]:
-        """Restore the contents of lists, deques and sets; returns what they held."""
-        left: list[Any] = []
-        for table, content in self.layout.contents(self.tables, self.values, self.sequences):
-            if not isinstance(table, dict) and not _is_same_sequence(content, table):
-                left += table
-                fill(table, content)
-        return left
-
-    def detach(self) -> None:
-        """Take the graphs off all tensors, as a training loop does with hidden states."""
-        for index in (*self.layout.tensors, *self.layout.tuples):
-            value = _without_graph(self.values[index])
-            if value is not self.values[index]:
-                self.layout.set(self.tables, index, value)
-        for n, content in zip(self.layout.others, self.sequences, strict=True):
-            if not isinstance(content, int):
-                fill(self.tables[n], list(map(_without_graph, content)))
-
-    def restore(self) -> None:
-        """Restore the contents of every container."""
-        now = self.layout.look(self.values)
-        if now is not None and self.layout.are_same(now.tables, self.tables):
-            self.layout.set_others(self.values, now)
-            if all(map(_is_same_sequence, now.sequences, self.sequences)):
-                return
-        for table, content in self.layout.contents(self.tables, self.values, self.sequences):
-            fill(table, content)
-
-
-class Kept:
-    """What cells held at one moment, such that keeping it keeps no graph, and no container, alive."""
-
-    __slots__ = ("_has_graphs", "_sequences", "layout", "values")
-
-    def __init__(self, look: Look) -> None:
-        layout, values = look.layout, [*look.values]
+    def kept(self) -> Look:
+        """The same to be kept for long: no graph and no container is kept alive, since that may hold one later."""
+        layout, values = self.layout, [*self.values]
         for index in layout.hidden:
             values[index] = _Hidden
         for index in layout.tuples:
             values[index] = _kept(values[index])
-        self._has_graphs = False
         for index in layout.tensors:
             if values[index].grad_fn is not None:
                 values[index] = _Detached(values[index])
-                self._has_graphs = True
-        self.layout = layout
-        self.values = values
-        self._sequences = [each if isinstance(each, int) else list(map(_kept, each)) for each in look.sequences]
+        sequences = [each if _is_all_plain(each) else list(map(_kept, each)) for each in self.sequences]
+        return Look(layout, [], values, sequences)
 
     def contents(self) -> tuple[list[torch.Tensor], Sequence[Label]]:
-        """The tensors without a graph, and what each is; those in tuples come last."""
+        """The tensors of a look to be kept that are no parameters and have no graph, and what each is."""
         values, layout = self.values, self.layout
-        if not self._has_graphs and not layout.tuples:
-            return [values[index] for index in layout.tensors], layout.labels
-        found = [index for index in layout.tensors if not isinstance(values[index], _Detached)]
-        tensors, labels = [values[index] for index in found], [layout.label(index) for index in found]
-        for index in layout.tuples:
-            inside = [each for each in _entries_of(values[index]) if isinstance(each, torch.Tensor)]
+        tensors, labels = [values[index] for index in layout.tensors], layout.labels
+        if _Detached in map(type, tensors):
+            found = [index for index in layout.tensors if type(values[index]) is not _Detached]
+            tensors, labels = [values[index] for index in found], list(map(layout.label, found))
+        for index in (index for index in layout.tuples if isinstance(values[index], tuple)):
+            inside = [each for each in values[index] if isinstance(each, torch.Tensor)]
             tensors += inside
-            labels += [layout.label(index)] * len(inside)
+            labels = [*labels, *[layout.label(index)] * len(inside)]
         return tensors, labels
 
     def parameters(self) -> list[nn.Parameter]:
@@ -332,25 +277,45 @@ class Kept:
         """Those of the tensors that have their own places."""
         return {id(self.values[index]) for index in self.layout.tensors}
 
-    def exchange(self, look: Look, others: Mapping[int, torch.Tensor]) -> None:
+    def restore(self, now: Look | None = None) -> None:
+        """Let the cells hold what they held; what they hold now may be known, by a look that knew this one."""
+        layout, tables = self.layout, self.tables
+        now = now or layout.look(self.values)
+        if now is not None and now.layout is layout and (not tables or layout.are_same(tables, now.tables)):
+            layout.set_others(self.values, now)
+            for n, content, there in zip(layout.others, self.sequences, now.sequences, strict=True):
+                if not _is_same_sequence(content, there):
+                    fill(now.tables[n], _made(content, there))
+            return
+        for table, content in layout.contents(tables or layout.resolved(), self.values, self.sequences):
+            if table is not None:
+                fill(table, _made(content, table))
+
+    def exchange(self, now: Look, others: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors, by the address of the former, in the places of those that stood there."""
-        tables = look.tables if look.layout is self.layout else self.layout.resolved()
+        tables = now.tables if now.layout is self.layout else self.layout.resolved()
         for index in self.layout.tensors:
             other = others.get(id(self.values[index]))
             if other is not None:
                 self.layout.set(tables, index, other)
 
-    def apply(self, look: Look) -> None:
-        """Let the cells, which hold what a look that knew this says, hold what they held."""
-        layout = self.layout
-        if look.layout is layout:
-            layout.set_others(self.values, look)
-            if all(map(_is_same_sequence, self._sequences, look.sequences)):
-                return
-        tables = look.tables if look.layout is layout else layout.resolved()
-        for table, content in layout.contents(tables, self.values, self._sequences):
-            if table is not None:
-                fill(table, content if isinstance(content, int) else _made(content, table))
+    def restore_sequences(self) -> list[Any]:
+        """Restore the contents of lists, deques and sets; returns what they held."""
+        left: list[Any] = []
+        for n, content in zip(self.layout.others, self.sequences, strict=True):
+            if not _is_same_sequence(content, self.tables[n]):
+                left += self.tables[n]
+                fill(self.tables[n], content)
+        return left
+
+    def detach(self) -> None:
+        """Take the graphs off all tensors, as a training loop does with hidden states."""
+        for index in (*self.layout.tensors, *self.layout.tuples):
+            value = _without_graph(self.values[index])
+            if value is not self.values[index]:
+                self.layout.set(self.tables, index, value)
+        for n, content in zip(self.layout.others, self.sequences, strict=True):
+            fill(self.tables[n], list(map(_without_graph, content)))
 
 
 class Cells:
@@ -370,11 +335,11 @@ class Cells:
             self._labels += [(path, ""), *((path, name) for name in registries)]
         self._layout: Layout | None = None
 
-    def look(self, kept: Kept | None = None) -> Look:
+    def look(self, known: Look | None = None) -> Look:
         """What they hold now; where that is compared with what they have held, quickly."""
         look = None
         if self._layout is not None:
-            look = self._layout.look(kept.values if kept is not None and kept.layout is self._layout else None)
+            look = self._layout.look(known.values if known is not None and known.layout is self._layout else None)
         if look is None:
             self._layout = Layout(self._base, self._labels)
             look = self._layout.look()
@@ -383,19 +348,15 @@ class Cells:
 
 
 def fill(container: Any, content: Any) -> None:
-    """Fill a container with its contents; a number means the first so many entries of a list."""
-    if isinstance(content, int):
-        while isinstance(container, list) and len(container) > content:
-            container.pop()
-    elif isinstance(container, dict):
+    """Fill a container with its contents, those of a module's own table but for its registries."""
+    if isinstance(container, dict):
         kind = _base_of(container)
         rest = {key: value for key, value in dict.items(container) if key in _REGISTRIES and key not in content}
         if [*rest, *content] != [*rest, *(key for key in dict.keys(container) if key not in rest)]:
             kind.clear(container)
             kind.update(container, rest)
         for key, value in content.items():
-            there = dict.get(container, key, Absent)
-            if there is Absent or (there is not value and not _is_shard(value) and not _is_shard(there)):
+            if dict.get(container, key, Absent) is not value:
                 kind.__setitem__(container, key, value)
     elif isinstance(container, _SEQUENCES) and not _is_same_sequence(content, container):
         container.clear()
@@ -422,6 +383,8 @@ def _made(content: Any, now: Any) -> Any:
             there = dict.get(now, key, Absent)
             made[key] = there if value is _Hidden or _is_shard(value) or _is_shard(there) else _value(value)
         return {key: value for key, value in made.items() if value is not Absent}
+    if _is_all_plain(content):
+        return content
     there = [*now]
     values = [there[n] if v is _Hidden and n < len(there) else _value(v) for n, v in enumerate(content)]
     return [value for value in values if value is not _Hidden]
@@ -448,19 +411,17 @@ def _kept(value: Any) -> Any:
 
 
 def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(table, dict):
-        return table.items()
-    return () if isinstance(table, set) or _is_long(table) else enumerate(table)
+    if isinstance(table, set) or _is_all_plain(table.values() if isinstance(table, dict) else table):
+        return ()
+    return table.items() if isinstance(table, dict) else enumerate(table)
 
 
 def _content(value: Any) -> Any:
     """The container that a value is, or the table of an object that is there to hold others; None: neither."""
     if type(value) in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type):
         return None
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, (*_SEQUENCES, dict)):
         return value
-    if isinstance(value, dict):
-        return None if len(value) > _MOST_ENTRIES else value
     if isinstance(value, tuple):
         return None if _is_plain(value) else value
     return vars(value) if is_settings(value) else None
@@ -496,18 +457,12 @@ def _is_plain(value: tuple[Any, ...]) -> bool:
     )
 
 
-def _entries_of(value: Any) -> tuple[Any, ...]:
-    """What a tuple holds; nothing where something else stands by now."""
-    return value if isinstance(value, tuple) else ()
-
-
-def _is_long(container: Any) -> bool:
-    return isinstance(container, list) and len(container) > _MOST_ENTRIES
+def _is_all_plain(values: Iterable[Any]) -> bool:
+    """Whether there are only numbers, texts and the like: told quickly, however many there are."""
+    return _PLAIN.issuperset(map(type, values))
 
 
 def _is_same_sequence(one: Any, other: Any) -> bool:
-    if isinstance(one, int) or isinstance(other, int):
-        return (one if isinstance(one, int) else len(one)) == (other if isinstance(other, int) else len(other))
     if len(one) != len(other):
         return False
     if isinstance(other, set):

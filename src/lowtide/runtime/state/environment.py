@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.state.cells import Cells, Kept, Label
+from lowtide.runtime.state.cells import Cells, Label, Look
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
@@ -128,7 +128,7 @@ class Mark:
         "versions",
     )
 
-    def __init__(self, kept: Kept, own: Sequence[torch.Tensor], expected: Expected, *, observes: bool) -> None:
+    def __init__(self, kept: Look, own: Sequence[torch.Tensor], expected: Expected, *, observes: bool) -> None:
         self.kept = kept
         self.expected = expected
         self.tensors = [own[index] for index in expected.tracked]
@@ -182,12 +182,17 @@ class Environment:
         self._together = Together() if together is None else together
         self._counts = self._together.counts
         self._changing: set[str] = set()
+        self._used: set[str] = set()  # by code between units
         # The switches with which it was seen what changes, and what of it nothing depended on.
         self._observed: dict[tuple[int, ...], frozenset[str]] = {}
         self._expected: Expected | None = None  # None: something was learned since
         self._spares: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
         self._unchanged: dict[str, tuple[int, int, torch.Tensor]] = {}  # small ones: which, its version, its content
+
+    def look(self) -> Look:
+        """What the cells hold now."""
+        return self._cells.look()
 
     # Before and after a first run
 
@@ -199,7 +204,7 @@ class Environment:
             others: tensors of other stages that stages of this forward have read, with their names.
         """
         look = self._cells.look()
-        kept = Kept(look)
+        kept = look.kept()
         own, labels = kept.contents()
         switches = look.layout.switches_of(look.values)
         key = (look.layout, switches, list(map(id, own)), self._together.num_uses)
@@ -257,30 +262,24 @@ class Environment:
             and self._together.is_alone(tensor, label.name)
         }
 
-    def include(self, mark: Mark, read: Sequence[tuple[str, torch.Tensor, int]]) -> list[tuple[str, torch.Tensor]]:
-        """Take tensors that the stage has read, with names and their versions then, into a mark.
+    def use(self, mark: Mark, name: str, tensor: torch.Tensor) -> bool:
+        """The stage's code between units is about to use a buffer; returns whether the mark did not have it yet.
 
-        Returns:
-            Those that were not there.
+        What it holds is copied where the stage may change it, or was not seen to use it: layers that the model left out
+        so far may update their statistics.
         """
-        new: list[tuple[str, torch.Tensor]] = []
-        known = {*map(id, mark.tensors), *(id(tensor) for tensor, _ in mark.unread)} if read else ()
-        for name, tensor, version in read:
-            if id(tensor) not in known:
-                mark.add(tensor, name, version)
-                new.append((name, tensor))
-            self._together.note_on_tape(name)
-        if self._together.num_uses != mark.expected.key[-1]:
-            for each in mark.unread:
-                if not self._together.is_alone(*each):
-                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
-            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
-        return new
-
-    def add_beside(self, path: str, module: nn.Module) -> None:
-        """Also track the buffers of another module: this stage's code between units was seen to change one."""
-        if all(table is not module._buffers for _, table in self._beside):
-            self._beside.append((path, module._buffers))
+        self._together.note_on_tape(name)
+        if any(tensor is other for other, _ in mark.unread):
+            return False
+        index = next((index for index, other in enumerate(mark.tensors) if other is tensor), None)
+        is_new = index is None
+        if index is None:
+            index = len(mark.tensors)
+            mark.add(tensor, name, version_of(tensor))
+        if index not in mark.copies and (name not in self._used or self._may_change(name, tensor)):
+            mark.copies[index] = _copy_of(tensor)
+        self._used.add(name)
+        return is_new
 
     def changed(self, mark: Mark, written: Collection[int] = ()) -> list[int]:
         """Which tensors hold something else than at a mark; `written` are storages that were seen to be written to."""
@@ -315,6 +314,11 @@ class Environment:
         Returns:
             The tensors that it changed.
         """
+        if self._together.num_uses != mark.expected.key[-1]:
+            for each in mark.unread:
+                if not self._together.is_alone(*each):
+                    mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
+            mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
         changed = self.changed(mark, written)
         for index in changed:
             name = mark.labels[index].name
@@ -435,7 +439,7 @@ class Environment:
         now = self._cells.look(mark.kept)
         first_hook = RemovableHandle.next_id
         try:
-            mark.kept.apply(now)
+            mark.kept.restore(now)
             if earlier is not None and earlier.others:
                 mark.kept.exchange(now, earlier.others)
             if earlier is not None and earlier.contents:
@@ -446,11 +450,11 @@ class Environment:
         finally:
             now.restore()
             if RemovableHandle.next_id != first_hook:
-                _remove_hooks(mark.kept.parameters(), first_hook)
+                remove_hooks(mark.kept.parameters(), first_hook)
 
     def restore(self, mark: Mark) -> None:
         """Let the cells hold what they held at a mark."""
-        mark.kept.apply(self._cells.look(mark.kept))
+        mark.kept.restore(self._cells.look(mark.kept))
 
 
 @contextmanager
@@ -501,52 +505,19 @@ class Backup:
             _each_once(tensor.data).copy_(self._value)
 
 
-def _remove_hooks(parameters: Iterable[nn.Parameter], first: int) -> None:
-    """Remove the hooks of parameters' own, from a number on; autograd looks at the tables themselves."""
-    for table in chain.from_iterable(map(_hook_tables, parameters)):
-        for number in [number for number in table or () if number >= first]:
+def hook_tables(parameters: Iterable[nn.Parameter]) -> list[dict[int, Any]]:
+    """The tables of parameters' own hooks that hold some; autograd looks at the tables themselves."""
+    return [table for table in chain.from_iterable(map(_hook_tables, parameters)) if table]
+
+
+def remove_hooks(parameters: Iterable[nn.Parameter], first: int) -> None:
+    """Remove the hooks of parameters' own, from a number on."""
+    for table in hook_tables(parameters):
+        for number in [number for number in table if number >= first]:
             del table[number]
 
 
-class ParameterHooks:
-    """The hooks of parameters' own at one moment. autograd looks at the tables themselves.
-
-    Args:
-        parameters: the parameters.
-    """
-
-    __slots__ = ("_are_none", "_found", "_parameters", "_tables")
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._tables = list(map(_hook_tables, self._parameters))
-        self._are_none = self._tables == [_NO_TABLES] * len(self._tables)
-        tables = () if self._are_none else chain.from_iterable(self._tables)
-        self._found = [(table, dict(table)) for table in tables if table]
-
-    def take_away(self) -> None:
-        """Remove all of them."""
-        for table, _ in self._found:
-            table.clear()
-
-    def restore(self) -> None:
-        """Restore exactly these hooks."""
-        if self._are_none and list(map(_hook_tables, self._parameters)) == self._tables:
-            return
-        held = {id(table): hooks for table, hooks in self._found}
-        for parameter, tables in zip(self._parameters, self._tables, strict=True):
-            for name, table in zip(_HOOK_TABLES, tables, strict=True):
-                if table is None:
-                    if getattr(parameter, name) is not None:
-                        setattr(parameter, name, None)
-                elif len(table) != len(held.get(id(table), ())):
-                    table.clear()
-                    table.update(held.get(id(table), ()))
-
-
-_HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_NO_TABLES = (None, None)
-_hook_tables = attrgetter(*_HOOK_TABLES)
+_hook_tables = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

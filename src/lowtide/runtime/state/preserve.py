@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.runtime.meter import exclude
 from lowtide.runtime.state.cells import Cells
-from lowtide.runtime.state.environment import Backup, ParameterHooks
+from lowtide.runtime.state.environment import Backup, hook_tables, remove_hooks
 from lowtide.runtime.state.rng import Generators
-from lowtide.runtime.state.surroundings import Kernels
+from lowtide.runtime.state.surroundings import kernels_now, set_kernels
 
 
 @contextmanager
@@ -25,13 +26,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """
     look = Cells(model.named_modules()).look()
     parameters = list(model.parameters())
-    tensors = [*look.tensors(), *model.buffers()]
+    tensors = [*look.kept().contents()[0], *model.buffers()]
     backups = [Backup(parameter, None) for parameter in parameters]
     backups += [Backup(tensor, _to_host) for tensor in {id(t): t for t in tensors}.values()]
     gradients = [(tensor, tensor.grad) for tensor in (*parameters, *tensors) if tensor.is_leaf]
-    generators, hooks = Generators.of(model), ParameterHooks(parameters)
-    random, kernels, is_grad_enabled = generators.state(), Kernels.now(), torch.is_grad_enabled()
-    hooks.take_away()
+    generators, first_hook = Generators.of(model), RemovableHandle.next_id
+    hooks = [(table, dict(table)) for table in hook_tables(parameters)]
+    random, kernels, is_grad_enabled = generators.state(), kernels_now(), torch.is_grad_enabled()
+    for table, _ in hooks:
+        table.clear()
     try:
         yield
     finally:
@@ -40,9 +43,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
             backup.restore()
         for tensor, gradient in gradients:
             tensor.grad = gradient
-        hooks.restore()
+        remove_hooks(parameters, first_hook)
+        for table, found in hooks:
+            table.update(found)
         generators.set(random)
-        kernels.apply()
+        set_kernels(kernels)
         torch.set_grad_enabled(is_grad_enabled)
 
 

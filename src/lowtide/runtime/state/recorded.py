@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.state.cells import Cells, Look
+from lowtide.runtime.state.cells import Look
 from lowtide.runtime.state.environment import Environment, History, Mark, Together, write
 
 
@@ -28,7 +28,6 @@ class RecordedState:
         around = [(name, module) for name, module in model.named_modules() if name not in inside]
         together = Together()
         self._environments = [Environment(modules, around, together) for modules in self._modules]
-        self._cells = [Cells(modules) for modules in self._modules]
         self._names = {id(buffer): name for name, buffer in model.named_buffers()}
         self._marks: dict[int, Mark] = {}
         self._history = History()
@@ -46,7 +45,7 @@ class RecordedState:
 
     def look(self, k: int) -> Look:
         """What the cells of stage k hold now."""
-        return self._cells[k - 1].look()
+        return self._environments[k - 1].look()
 
     def begin(self, k: int) -> None:
         """Stage k begins in the recorded forward."""

@@ -6,7 +6,7 @@ blocks have ended. Random numbers are in `lowtide.runtime.state.rng`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -28,61 +28,42 @@ from lowtide.errors import ExecutionError
 _DEVICE_TYPES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-class Kernels(NamedTuple):
-    """The process-wide switches that decide which kernel an operation takes, and with which numbers."""
-
-    cudnn_enabled: bool
-    cudnn_benchmark: bool
-    cudnn_deterministic: bool
-    cudnn_attention: bool
-    memory_efficient: bool
-    flash: bool
-    math: bool
-    deterministic: bool
-    deterministic_warns: bool
-    mkldnn: bool
-    default_dtype: torch.dtype
-
-    @classmethod
-    def now(cls) -> Kernels:
-        """As they are for this process."""
-        return cls._make([read() for read in _KERNEL_SWITCHES])
-
-    def apply(self) -> None:
-        """Set them."""
-        cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-        cudnn.enabled, cudnn.benchmark = self.cudnn_enabled, self.cudnn_benchmark
-        cudnn.deterministic = self.cudnn_deterministic
-        cuda.enable_flash_sdp(self.flash)
-        cuda.enable_mem_efficient_sdp(self.memory_efficient)
-        cuda.enable_math_sdp(self.math)
-        cuda.enable_cudnn_sdp(self.cudnn_attention)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warns)
-        torch._C._set_mkldnn_enabled(self.mkldnn)
-        torch.set_default_dtype(self.default_dtype)
-
-
-# What the properties of `torch.backends` read, in the order of `Kernels`. The first ones matter to CUDA alone.
-_KERNEL_SWITCHES = (
-    torch._C._get_cudnn_enabled,
-    torch._C._get_cudnn_benchmark,
-    torch._C._get_cudnn_deterministic,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_deterministic_algorithms_warn_only,
-    torch._C._get_mkldnn_enabled,
-    torch.get_default_dtype,
+# The process-wide switches that decide which kernel an operation takes, and with which numbers: what reads each, and
+# what sets it. The first ones matter to CUDA alone.
+_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
 )
 _NUM_FOR_CUDA = 5
+
+Kernels = tuple[Any, ...]
+"""What these switches say."""
+
+
+def kernels_now() -> Kernels:
+    """As they are for this process."""
+    return tuple([read() for read, _ in _KERNELS])
+
+
+def set_kernels(kernels: Kernels) -> None:
+    """Set them."""
+    for (_, write), value in zip(_KERNELS, kernels, strict=True):
+        write(value)
+
 
 # What is asked for at every recorded call.
 _SWITCHES = (
     torch.is_grad_enabled,
     torch.is_autocast_cache_enabled,
-    *_KERNEL_SWITCHES[0 if torch.cuda.is_available() else _NUM_FOR_CUDA :],
+    *(read for read, _ in _KERNELS[0 if torch.cuda.is_available() else _NUM_FOR_CUDA :]),
 )
 
 
@@ -111,7 +92,7 @@ class Surroundings(NamedTuple):
             for device_type in _DEVICE_TYPES
         )
         modes = _function_modes(), _dispatch_modes()
-        found = cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), modes, Kernels.now())
+        found = cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), modes, kernels_now())
         if switches is not None:
             _last = switches, found
         return found
@@ -119,7 +100,7 @@ class Surroundings(NamedTuple):
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Run the block in these surroundings."""
-        kernels = Kernels.now()
+        kernels = kernels_now()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for device_type, dtype in zip(_DEVICE_TYPES, self.autocast, strict=True):
@@ -127,8 +108,8 @@ class Surroundings(NamedTuple):
                 stack.enter_context(torch.autocast(device_type, dtype, enabled, self.autocast_cache))
             stack.enter_context(_modes_in_place(self.modes))
             if kernels != self.kernels:
-                stack.callback(kernels.apply)
-                self.kernels.apply()
+                stack.callback(set_kernels, kernels)
+                set_kernels(self.kernels)
             yield
 
 
