@@ -33,7 +33,8 @@ from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
-# How often weights that leave with a current mirror are compared with it at first: after a forward, and after a backward.
+# How often weights that leave with a current mirror are compared with it: after a forward, and after a backward; from
+# then on in turn.
 _NUM_COMPARED = 2
 
 
@@ -71,7 +72,7 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 
-class ChangedInStageError(Exception):
+class _ChangedInStageError(Exception):
     """A weight was changed while its stage ran, which could not be foreseen."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -86,7 +87,7 @@ class _Item:
     def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
         self.mirror = mirror
-        self._copied_version: int | None = None  # that of the tensor when it and its mirror were equal; None: they never were
+        self._copied_version: int | None = None  # the tensor's, when its mirror was last equal to it
         self.is_bound = False  # to its mirror, for good
         # Its own device memory, empty while it is away: the tensor has the same storage whenever it is there.
         self.storage = tensor.untyped_storage() if self.is_there else None
@@ -304,7 +305,7 @@ class Parked:
             pairs = [(item.tensor, item.mirror) for item in current if item.mirror is not None]
             changed = [tensor for tensor, mirror in pairs if not torch.equal(tensor.data, mirror.tensor)]
             if changed and not is_first:
-                raise ChangedInStageError(changed[0])
+                raise _ChangedInStageError(changed[0])
             self._is_written |= bool(changed)
         if self._is_written:
             self.change()
@@ -451,11 +452,11 @@ class Weights:
     def _leave(self, value: Parked) -> None:
         try:
             self.moved_bytes += value.leave()
-        except ChangedInStageError as error:
+        except _ChangedInStageError as error:
             raise ExecutionError(
-                f"parameter {self._names[id(error.tensor)]!r} was changed while its stage ran, through .data or another "
-                "name, and not in the first steps, so changes may be lost; change it after the optimizer's step, or "
-                "use a strategy that moves activations alone"
+                f"parameter {self._names[id(error.tensor)]!r} was changed while its stage ran, through .data, and not "
+                "in the first steps, so changes may be lost; change it after the optimizer's step, or use a strategy "
+                "that moves activations alone"
             ) from None
 
     def _next_turn(self) -> None:
