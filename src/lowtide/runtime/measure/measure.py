@@ -144,6 +144,7 @@ def capture_for(
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: bool = False,
+    finer: bool = False,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
@@ -151,7 +152,7 @@ def capture_for(
     """
     closed: frozenset[str] = frozenset()
     for _ in range(_MOST_ATTEMPTS):
-        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:
