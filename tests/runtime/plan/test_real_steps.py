@@ -22,6 +22,7 @@ from lowtide import Backward, Forward
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.meter import Meter, StepMeter
 from lowtide.runtime.plan.signature import Signature
+from lowtide.units import format_bytes
 
 OPTIONS = {"bandwidth": 0, "strategy": "rotor"}
 ROWS, WIDTH = 256, 64
@@ -441,6 +442,49 @@ def test_steps_that_take_more_than_any_before_are_said(monkeypatch):
         peaks_of([lambda: model(x)] * 4, optimizer)
 
 
+def test_steps_that_differ_every_fourth_time_are_all_measured():
+    model, x = deep(4), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+
+    def step(loss) -> None:
+        peaks_of([lambda: model(x)], optimizer, loss)
+
+    def hungry(result: torch.Tensor) -> torch.Tensor:
+        return torch.cat([result] * 40).square().mean()
+
+    def later_steps() -> None:
+        for index in range(16):  # the fifth, ninth, ... of all take more
+            step(square if index % 4 else hungry)
+
+    for _ in range(4):
+        step(square)
+    with pytest.warns(lowtide.LowtideWarning, match="a step took"):
+        later_steps()
+
+
+def test_steps_that_take_more_than_was_said_are_said_again():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+    peaks: list[int] = []
+
+    def step(num_copies: int) -> None:
+        peaks.extend(
+            peaks_of([lambda: model(x)], optimizer, lambda result: torch.cat([result] * num_copies).square().mean())
+        )
+
+    def steps() -> None:
+        for num_copies in (20, 20, 20, 60, 60):
+            step(num_copies)
+
+    with pytest.warns(lowtide.LowtideWarning) as seen:
+        steps()
+    said = [str(warning.message) for warning in seen if "a step took" in str(warning.message)]
+    assert len(said) == 2
+    assert f"a step took {format_bytes(max(peaks))}, more than the " in said[1]
+
+
 class LayerDrop(nn.Module):
     """Calls each of its layers, or does not, at random."""
 
@@ -469,7 +513,7 @@ def test_forwards_that_do_more_than_those_that_were_measured_are_measured(monkey
     model, x = nn.Sequential(*deep(4), *(Skips() for _ in range(4))), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fitted(model, x, optimizer=optimizer, loss=square)
-    peaks_of([lambda: model(x)] * 4, optimizer)  # the next one of which the number alone would tell is the eighth
+    peaks_of([lambda: model(x)] * 5, optimizer)  # the next one of which the number alone would tell is the eighth
     monkeypatch.setattr(Skips, "chance", 0.0)
     with pytest.warns(lowtide.LowtideWarning, match="a step took"):
         peaks_of([lambda: model(x)] * 3, optimizer)

@@ -47,6 +47,9 @@ _NUM_KEPT = 8
 # How often what real steps took is planned for: each time with what the last plan has shown. More was never needed.
 _MOST_CORRECTIONS = 3
 
+# What steps take is said again where it is so much more than was said: predictions are promised to be as close.
+_MORE_THAN_SAID = 1.05
+
 LOGGER = logging.getLogger("lowtide")
 
 
@@ -90,6 +93,7 @@ class Part:
         grads_resident: gradients may be there when a forward begins.
         peak_bytes: the most that a step under it was seen to take.
         refusal: why steps take more than the budget, where nothing more can be done.
+        said_bytes: what was said that they take.
     """
 
     execution: Execution
@@ -103,6 +107,7 @@ class Part:
     grads_resident: bool = False
     peak_bytes: int = 0
     refusal: str = ""
+    said_bytes: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -402,8 +407,9 @@ class Plan:
             is_leaner = observed.exceeded is None or part.predicted_bytes < observed.peak_bytes
             which = "leanest schedule" if is_leaner else "same schedule, since the leanest would take no less"
             _warn(f"{reason}, and {part.refusal}; training continues with the {which}")
+            part.said_bytes = max(observed.peak_bytes, part.predicted_bytes, part.rehearsed_peak_bytes or 0)
             if not is_leaner:
-                self._part.refusal = part.refusal
+                self._part.refusal, self._part.said_bytes = part.refusal, part.said_bytes
                 self._steps.forget()
                 return
         self.use(part)
@@ -426,10 +432,22 @@ class Plan:
         expected = f" ({format_bytes(part.predicted_bytes)} predicted)" if part.predicted_bytes else ""
         return f"a step took {format_bytes(peak_bytes)}{expected}, but the budget is {format_bytes(part.memory_budget)}"
 
+    def _say_more(self) -> None:
+        """Nothing more can be done for this part, but steps take more than was said: the user is to know how much."""
+        part, budget = self._part, self._part.memory_budget
+        if budget is None or not part.refusal or part.peak_bytes <= _MORE_THAN_SAID * max(part.said_bytes, budget):
+            return
+        said, part.said_bytes = part.said_bytes, part.peak_bytes
+        more = f", more than the {format_bytes(said)} of the last warning" if said else ""
+        _warn(
+            f"a step took {format_bytes(part.peak_bytes)}{more}, but the budget is {format_bytes(budget)}; training "
+            "continues with the same schedule"
+        )
+
     def _correct(self, sample: Sample, reason: str) -> None:
         """Plan again for what a real step took, and say so; where nobody can, or that was of no use, only say it."""
         if self._planner is None or self._num_exceeded >= _MOST_CORRECTIONS:
-            self._part.refusal = reason
+            self._part.refusal, self._part.said_bytes = reason, self._part.peak_bytes
             why = "" if self._planner else ". A plan that was loaded, attached or shared by processes stays as it is"
             _warn(f"{reason}{why}; training continues. Call fit again with loss= and optimizer=, or raise the budget")
             return
@@ -499,6 +517,7 @@ class Plan:
             self._plan_for_what_steps_showed(args, kwargs)
         except (CaptureError, PlanError) as error:  # the plan that there is goes on
             self._part.refusal, self._has_larger_parameters = str(error), False
+            self._part.said_bytes = self._part.peak_bytes
             _warn(f"steps take more than was planned for, but planning again failed: {error}; training continues")
 
     def _plan_for_what_steps_showed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -509,6 +528,7 @@ class Plan:
             reason = "gradients are there when a forward begins (grads_resident=True has them counted from the start)"
             self._plan_again(Sample(args, kwargs), reason, self._observed())
             return
+        self._say_more()
         reason = self._exceeded()
         if reason:
             self._correct(Sample(args, kwargs), reason)

@@ -13,8 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowtide.runtime.meter import StepMeter
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
-# ones are those whose number is a power of two, so that what it costs goes to nothing; and where a forward has done
-# more than any that was measured (layers left out at random), all until one has that does as much.
+# ones are those after each power of two, as many as its exponent: what it costs goes to nothing, and loops that do
+# something else every second or fourth step show all that they do. And where a forward has done more than any that was
+# measured (layers left out at random), all until one has that does as much.
 _NUM_MEASURED = 3
 
 
@@ -87,7 +88,8 @@ class RealSteps:
         self._node_at_start = _get_sequence_nr()
 
     def _is_measured(self) -> bool:
-        if self._num_begun <= _NUM_MEASURED or self._num_begun & (self._num_begun - 1) == 0:
+        exponent = self._num_begun.bit_length() - 1
+        if self._num_begun <= _NUM_MEASURED or self._num_begun - 2**exponent < exponent:
             return True
         return self._most_nodes > self._most_nodes_measured
 
