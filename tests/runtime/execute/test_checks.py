@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import Backward, Forward
@@ -139,12 +139,46 @@ def test_samples_of_long_tensors_move_on_until_every_element_was_seen() -> None:
     assert seen == set(range(1000))
 
 
+@pytest.mark.parametrize("view", [Tensor.t, lambda t: t.view(2, 2, 10, 25).to(memory_format=torch.channels_last)])
+def test_samples_of_tensors_without_gaps_are_read_as_they_lie(view: Callable[[Tensor], Tensor]) -> None:
+    tensor = view(torch.arange(1000, dtype=torch.int64).view(20, 50))
+    assert not tensor.is_contiguous()
+    found = [checks._sample(tensor, turn) for turn in range(16)]
+    values = [torch.frombuffer(bytearray(each), dtype=torch.int64) for each in found if isinstance(each, bytes)]
+    assert set(torch.cat(values).tolist()) == set(range(1000))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[:, 2:].t(),
+        lambda t: t[:, 3:20],
+        lambda t: t[:, ::3],
+        lambda t: t[:1].expand(7, 90),
+        lambda t: t[:, 5],
+    ],
+)
+def test_samples_of_tensors_with_gaps_are_elements_of_one_row(view: Callable[[Tensor], Tensor]) -> None:
+    tensor = view(torch.arange(20 * 90, dtype=torch.int64).view(20, 90))
+    seen: set[int] = set()
+    for turn in range(tensor.numel()):
+        found = checks._sample(tensor, turn)
+        assert isinstance(found, bytes)
+        values = torch.frombuffer(bytearray(found), dtype=torch.int64).tolist()
+        assert 0 < len(values) <= checks._NUM_ELEMENTS
+        rows = tensor.view(1, -1) if tensor.dim() == 1 else tensor
+        assert any(set(values) <= set(row.tolist()) for row in rows)
+        seen.update(values)
+    assert len(seen) > tensor.size(0) / 2
+
+
 def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_turns() -> None:
     sampled: set[int] = set()
     for turn in range(18):
         check = checks.SpotCheck(1, "stage", turn, 70, ())
+        pack = check.first(lambda tensor: tensor)
         for index in range(70):
-            check.first(torch.full((2,), float(index)))
+            pack(torch.full((2,), float(index)))
         assert len(check._first) <= checks._MOST_TENSORS
         sampled.update(check._first)
     assert len(sampled) == 70

@@ -233,6 +233,40 @@ def test_a_stage_that_writes_to_its_own_weights():
     compare(model_of=model_of)
 
 
+class ClampedLater(nn.Linear):
+    """Begins to write to its own weight in a later forward."""
+
+    num_calls, past_versions = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).num_calls += 1
+        if self.num_calls > 3:
+            weight = self.weight.data if self.past_versions else self.weight.detach()
+            weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+def clamped_later() -> nn.Sequential:
+    torch.manual_seed(0)
+    ClampedLater.num_calls = 0
+    return nn.Sequential(nn.Linear(8, 8), ClampedLater(8, 8).requires_grad_(False), nn.Tanh())
+
+
+def test_a_stage_that_begins_to_write_to_its_own_weights(monkeypatch):
+    """Versions tell; where they do not, the loss of a write is found within a round of stages."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return make_adamw([parameter for parameter in parameters if parameter.requires_grad])
+
+    compare(make, model_of=clamped_later, num_steps=6)
+    monkeypatch.setattr(ClampedLater, "past_versions", True)
+    model = clamped_later()
+    optimizer = make(model.parameters())
+    match = r"parameter '1\.weight' was changed while its stage ran"
+    with lowtide.attach(model, parking(storing(3)), optimizer=optimizer), pytest.raises(ExecutionError, match=match):
+        train(model, optimizer, num_steps=7)
+
+
 def test_autocast():
     def model_of() -> nn.Sequential:
         class Cast(nn.Sequential):

@@ -235,7 +235,8 @@ def test_activations_beside_weights_that_move():
     x = batch(blocks, num_rows)
     expected = train(*made(blocks), x)
     least = least_budget(blocks, num_rows, strategy="joint")
-    for share in (1.01, 1.4):
+    # which of the leanest schedules is tried depends on measured times, and the peaks of their trials differ
+    for share in (1.05, 1.4):
         plan, optimizer = fitted(blocks, int(share * least), num_rows, strategy="joint")
         with plan:
             got = train(plan.model, optimizer, x)

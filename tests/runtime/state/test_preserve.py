@@ -87,6 +87,46 @@ def test_planning_leaves_all_generators_as_they_are():
         assert (random.getstate(), numpy.random.get_state()[2]) == before
 
 
+class Noise:
+    """An object of the user's own, with a generator that is handed over inside of it."""
+
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = SimpleNamespace(
+            torch=torch.Generator().manual_seed(3), python=random.Random(3), numpy=numpy.random.default_rng(3)
+        )
+
+    def states(self):
+        own = self.own
+        return own.torch.get_state().tolist(), own.python.getstate(), own.numpy.bit_generator.state
+
+
+class Noised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = deep(4)
+
+    def forward(self, x, noise):
+        for layer in self.layers:
+            drawn = torch.rand(x.shape, generator=noise.own.torch)
+            x = x + layer(x) * drawn * noise.own.python.random() * noise.own.numpy.random()
+        return x
+
+
+def test_generators_inside_objects_among_the_arguments_give_what_they_give_without_a_plan():
+    x, ends = torch.ones(SHAPE), []
+    for is_planned in (False, True):
+        model, noise = Noised(), Noise()
+        if is_planned:
+            before = noise.states()
+            lowtide.fit(model, (x, noise), **OPTIONS)
+            assert noise.states() == before
+        losses = [model(inputs, noise).square().mean() for inputs in (x, torch.cat([x, x]))]  # the second plans again
+        ends.append(([loss.item() for loss in losses], noise.states()))
+    assert ends[0] == ends[1]
+
+
 def test_a_model_with_parametrizations_is_let_go():
     model = nn.Sequential(*(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)))
     lowtide.fit(model, torch.zeros(4, 8), **OPTIONS).detach()

@@ -26,8 +26,8 @@ from lowtide.runtime.capture.watch import NEVER, Observation
 
 # A stage below this share of the bytes is fine enough; nothing becomes a side value for the sake of cutting it further.
 _SMALL_STAGE_SHARE = 0.10
-# Up to this share a byte of a side value must buy so many bytes off the largest stage, so that blocks that are small
-# enough stay whole; beyond it, one.
+# In the coarser choice, up to this share a byte of a side value must buy so many bytes off the largest stage, so that
+# blocks that are small enough stay whole; beyond it, one. In the finer choice always one.
 _LARGE_STAGE_SHARE = 0.25
 _SIDE_PRICE = 8
 # A tensor without gradients up to this share of the bytes is a side value without further thought.
@@ -36,8 +36,6 @@ _FREE_SIDE_SHARE = 0.01
 _TINY_STAGE_SHARE = 1e-3
 # What a byte of an output that nothing saves costs beside a byte of a stage, in the sum of squares.
 _LOST_PRICE = 4
-# How many activations may pass together where a large stage cannot be cut otherwise: HRNet has four streams.
-_MOST_TOGETHER = 4
 # How many earlier cuts are tried as a stage's beginning, beyond the nearest possible one.
 _LOOK_BACK = 48
 
@@ -247,8 +245,13 @@ def _is_read_openly(observation: Observation, serial: int, outermost: int) -> bo
     return True
 
 
-def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
-    """The finest useful choice among possible cuts."""
+def choose(observation: Observation, cuts: list[Cut], *, finer: bool = False) -> Cuts:
+    """A choice among possible cuts.
+
+    The coarser one is as good for most budgets and has fewer stages to measure, solve for and run. The finer one cuts
+    inside blocks wherever that makes stages smaller by more than the side values that it takes, for budgets that the
+    coarser one does not reach.
+    """
     tally = Tally(observation)
     sides = _sides_as_a_matter_of_course(tally, cuts)
     whole = (_START, end_of(observation))
@@ -256,7 +259,7 @@ def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
     tried: set[tuple[Cut, Cut]] = set()
     while (large := _largest_stage(tally, result, whole, tried)) is not None:
         tried.add(large)
-        _cut_large_stage(tally, cuts, result, large)
+        _cut_large_stage(tally, cuts, result, large, enough_share=0.0 if finer else _LARGE_STAGE_SHARE)
     result.sides = sides_of(observation, result.chosen)
     return result
 
@@ -288,7 +291,7 @@ def _sides_as_a_matter_of_course(tally: Tally, cuts: list[Cut]) -> set[int]:
 
 
 def _best_chain(
-    tally: Tally, cuts: list[Cut], sides: set[int], left: Cut, right: Cut, most_together: int = 1
+    tally: Tally, cuts: list[Cut], sides: set[int], left: Cut, right: Cut, *, together: bool = False
 ) -> list[Cut]:
     """The cuts between two others that make the sum of the stages' squared bytes least, no two crossed by the same
     memory.
@@ -299,10 +302,10 @@ def _best_chain(
     """
     constant = (_TINY_STAGE_SHARE * max(1, tally.total_bytes)) ** 2
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
-    row = [left, *(cut for cut in inner if tally.differentiable(cut.crossing - sides) <= most_together), right]
+    row = [left, *(cut for cut in inner if together or tally.differentiable(cut.crossing - sides) <= 1), right]
     passing = [cut.crossing - sides for cut in row]
     price = [_LOST_PRICE * float(tally.lost_bytes(serials)) ** 2 for serials in passing]
-    if most_together > 1:
+    if together:
         price = [cost + float(tally.num_bytes(serials)) ** 2 for cost, serials in zip(price, passing, strict=True)]
     cost, before = [0.0], [NEVER]  # of the best chain that ends at each cut of the row
     for index in range(1, len(row)):
@@ -339,13 +342,15 @@ def _largest_stage(
     return stages[sizes.index(max(sizes))]
 
 
-def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
+def _cut_large_stage(
+    tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut], *, enough_share: float
+) -> None:
     """Make side values of the memory that prevents cutting a large stage, as far as that makes its parts smaller."""
     left, right = bounds
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
     sides, added_bytes = set(result.sides), 0
     best_bytes, best_sides = tally.saved_bytes(left.position, right.position), sides
-    enough_bytes = _LARGE_STAGE_SHARE * tally.total_bytes
+    enough_bytes = enough_share * tally.total_bytes
     price = 1 if best_bytes > enough_bytes else _SIDE_PRICE
     best_chain: list[Cut] = []
     for serial in _obstacles(tally, [left, *inner, right], sides):
@@ -360,7 +365,7 @@ def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[
             if price == 1 and largest_bytes <= enough_bytes:
                 break  # what is left is looked at by itself
     if not best_chain:
-        best_chain = _best_chain(tally, inner, best_sides, left, right, _MOST_TOGETHER)
+        best_chain = _best_chain(tally, inner, best_sides, left, right, together=True)
     result.sides = best_sides
     result.chosen = sorted([*result.chosen, *best_chain], key=lambda cut: cut.position)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -25,18 +25,16 @@ from lowtide.runtime.execute.saved import Pack, Sink
 
 # How much of a stage a spot check looks at. A sample takes up to 10 µs of the host's time; a tensor has two or three.
 # Elements that are drawn anew differ with a probability of a few percent at the least, and so do all that are computed
-# from them: 64 elements of each of 4 tensors seldom miss that.
+# from them: 64 elements of each of 2 to 4 tensors seldom miss that.
 _MOST_TENSORS = 4
+_FEWEST_TENSORS = 2
+_NUM_PER_SAMPLE = 16  # tensors that a stage saves for each that is looked at: what a check takes follows from its size
 _NUM_ELEMENTS = 64
-_NUM_RUNS = 4  # in which the elements of a tensor on the CPU lie side by side
+_NUM_RUNS = 2  # in which the elements of a tensor on the CPU lie side by side
+_NUM_ALONE = 8  # elements of such a tensor where they do not
 
 # The workspaces that LSTM's kernels save are bytes, and some of them are never written: they hold anything.
 _WORKSPACE = torch.uint8
-
-_NUMPY_HAS = frozenset(
-    getattr(torch, name)
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64")
-)
 
 ADVICE = (
     "something that it reads besides its input, parameters, buffers and random numbers has changed since its first run "
@@ -143,29 +141,54 @@ class SpotCheck:
         ignored: addresses of storages whose values need not be those of the first run (BatchNorm's statistics).
     """
 
-    __slots__ = ("_again", "_every", "_first", "_ignored", "_name", "_state", "_turn", "num_tensors", "stage")
+    __slots__ = ("_again", "_first", "_ignored", "_name", "_state", "_turn", "_wanted", "stage")
 
     def __init__(self, stage: int, name: str, turn: int, num_tensors: int, ignored: Collection[int]) -> None:
         self.stage = stage
         self._name = name
         self._turn = turn
-        self._every = 1 + (num_tensors - 1) // _MOST_TENSORS if num_tensors else 1
+        # evenly spread; where it is not known how many there are, the first ones
+        num_wanted = max(_FEWEST_TENSORS, min(num_tensors // _NUM_PER_SAMPLE, _MOST_TENSORS))
+        every = -(-num_tensors // num_wanted) if num_tensors > _MOST_TENSORS else 1
+        count = num_tensors or _MOST_TENSORS
+        self._wanted = frozenset(range(-turn % every, count, every))
         self._ignored = ignored
         self._first: dict[int, tuple[tuple[int, ...], torch.dtype, Sample]] = {}
         self._again: dict[int, Sample] = {}
         self._state: list[tuple[str, torch.Tensor, Sample]] = []
-        self.num_tensors = 0
-        """How many tensors the first run has saved so far."""
 
-    def first(self, tensor: torch.Tensor) -> None:
-        """The first run saves a tensor."""
-        index = self.num_tensors
-        self.num_tensors += 1
-        if (index + self._turn) % self._every or len(self._first) >= _MOST_TENSORS:
-            return
-        with torch._C.DisableTorchFunction():  # whoever watches the model's operations is not to see these
+    def first(self, pack: Pack) -> Pack:
+        """The packing hook of the first run, which also takes samples."""
+
+        def see(index: int, tensor: torch.Tensor) -> None:
             if self._can_sample(tensor):
                 self._first[index] = tensor.stride(), tensor.dtype, _sample(tensor, self._turn)
+
+        return self._seeing(pack, see)
+
+    def again(self, pack: Pack) -> Pack:
+        """The packing hook of the recomputation, which also takes samples."""
+
+        def see(index: int, tensor: torch.Tensor) -> None:
+            known = self._first.get(index)
+            if known is not None and tensor.stride() == known[0]:
+                self._again[index] = _sample(tensor, self._turn)
+
+        return self._seeing(pack, see)
+
+    def _seeing(self, pack: Pack, see: Callable[[int, torch.Tensor], None]) -> Pack:
+        """A packing hook that shows the tensors whose turn it is; it runs between one kernel and the next."""
+        wanted, count = self._wanted, 0
+
+        def seeing(tensor: torch.Tensor) -> Any:
+            nonlocal count
+            if count in wanted:
+                with torch._C.DisableTorchFunction():  # whoever watches the model's operations is not to see these
+                    see(count, tensor)
+            count += 1
+            return pack(tensor)
+
+        return seeing
 
     def _can_sample(self, tensor: torch.Tensor) -> bool:
         return self._can_be_read(tensor) and tensor.untyped_storage()._cdata not in self._ignored
@@ -189,22 +212,6 @@ class SpotCheck:
             if self._can_be_read(tensor):
                 self._state.append((name, tensor, _sample(tensor, self._turn)))
 
-    def again(self, pack: Pack) -> Pack:
-        """The packing hook of the recomputation, which also takes samples."""
-        count = 0
-
-        def sampling(tensor: torch.Tensor) -> Any:
-            nonlocal count
-            known = self._first.get(count)
-            if known is not None:
-                with torch._C.DisableTorchFunction():
-                    if tensor.stride() == known[0]:
-                        self._again[count] = _sample(tensor, self._turn)
-            count += 1
-            return pack(tensor)
-
-        return sampling
-
     def finish(self, tensors: list[torch.Tensor]) -> Verdict | None:
         """The recomputation has ended, with these tensors.
 
@@ -220,7 +227,7 @@ class SpotCheck:
             if isinstance(first, bytes) and first == again:
                 continue
             last = _sample(tensors[index], self._turn)
-            error = _differs(self._name, f"tensor {index} of {self.num_tensors}, {dtype}")
+            error = _differs(self._name, f"tensor {index} of {len(tensors)}, {dtype}")
             if isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor) and isinstance(last, torch.Tensor):
                 on_device.append(_Samples(error, first, again, last))
             elif again == last:
@@ -270,7 +277,7 @@ class SpotChecks:
         Raises:
             ExecutionError: where they differ, as far as that is known by now.
         """
-        self._num_tensors[check.stage] = check.num_tensors
+        self._num_tensors[check.stage] = len(tensors)
         verdict = check.finish(tensors)
         if verdict is not None:
             self._pending.append(verdict)
@@ -343,8 +350,8 @@ def _close(first: torch.Tensor, again: torch.Tensor) -> bool:
 
 def _sample(tensor: torch.Tensor, turn: int) -> Sample:
     """A few elements of a tensor, evenly spread; the turn shifts them."""
-    if tensor.is_cpu and tensor.is_contiguous():
-        return _runs_of(tensor, turn)
+    if tensor.is_cpu:
+        return _runs_of(tensor, turn) if tensor.is_contiguous() or _is_dense(tensor) else _row_of(tensor, turn)
     row = tensor.detach()
     if not row.is_contiguous():
         while row.dim() > 1:
@@ -354,13 +361,7 @@ def _sample(tensor: torch.Tensor, turn: int) -> Sample:
     begin = turn % step
     stride = row.stride(-1) if row.dim() == 1 and count > 1 else 1
     length = -(-(count - begin) // step)
-    picked = row.as_strided((length,), (step * stride,), row.storage_offset() + begin * stride)
-    if not picked.is_cpu:
-        return picked.clone()
-    picked = picked.clone()  # a storage of which numpy has had a view cannot be resized, and FSDP resizes its own
-    if picked.dtype not in _NUMPY_HAS:
-        picked = picked.view(torch.uint8)
-    return picked.numpy().tobytes()
+    return row.as_strided((length,), (step * stride,), row.storage_offset() + begin * stride).clone()
 
 
 def _runs_of(tensor: torch.Tensor, turn: int) -> bytes:
@@ -371,3 +372,26 @@ def _runs_of(tensor: torch.Tensor, turn: int) -> bytes:
     apart, length = -(-count // _NUM_RUNS), _NUM_ELEMENTS // _NUM_RUNS
     starts = range(turn * length % apart, count, apart)
     return b"".join([ctypes.string_at(address + n * num_bytes, min(length, count - n) * num_bytes) for n in starts])
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie side by side, in whatever order: a transposed weight, channels last."""
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride != count:
+                return False
+            count *= size
+    return True
+
+
+def _row_of(tensor: torch.Tensor, turn: int) -> bytes:
+    """A few elements of one row of a tensor that has gaps, read in the same way."""
+    sizes, strides, num_bytes = tensor.size(), tensor.stride(), tensor.element_size()
+    start = tensor.data_ptr() + num_bytes * sum(turn % n * s for n, s in zip(sizes[:-1], strides[:-1], strict=True))
+    count, apart = sizes[-1], strides[-1] * num_bytes
+    if apart == num_bytes:
+        first = turn % max(1, count - _NUM_ELEMENTS + 1)
+        return ctypes.string_at(start + first * num_bytes, min(count, _NUM_ELEMENTS) * num_bytes)
+    step = -(-count // _NUM_ALONE)
+    return b"".join([ctypes.string_at(start + n * apart, num_bytes) for n in range(turn % step, count, step)])

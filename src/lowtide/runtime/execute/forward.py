@@ -89,10 +89,11 @@ class ExecutedForward(StagedForward):
             if machine.checks is Checks.ALL:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints.add)
-            elif machine.spot_checks.stage == k:
+            pack, unpack = run.placeholders.first_run(step, sink)
+            if machine.spot_checks.stage == k:
                 run.spot_check = machine.spot_checks.begin(machine.stage_name(k), machine.buffer_storages_of(k))
-                sink = noting(sink, run.spot_check.first)
-            self._hooks = run.placeholders.first_run(step, sink)
+                pack = run.spot_check.first(pack)
+            self._hooks = pack, unpack
             self._begin_call = run.placeholders.begin_call
         self._before = None
         if k in step.program.repeats:

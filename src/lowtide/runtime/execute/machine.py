@@ -111,6 +111,7 @@ class Machine:
         self._compiled = {k for k, each in self._modules.items() if any(is_compiled(module) for _, module in each)}
         self._environments = self._environments_by_stage()
         self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffer_tables_of: dict[int, list[dict[str, torch.Tensor | None]]] = {}
         self._buffers: list[int] = []
         self._buffer_names: dict[int, str] = {}
         self.refresh()
@@ -122,6 +123,7 @@ class Machine:
         buffers = list(map(id, chain.from_iterable(map(dict.values, self._buffer_tables))))
         if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
             self._buffers = buffers
+            self._buffer_tables_of.clear()
             self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
         first = next(self.model.parameters(), None)
         if first is not self._first_parameter:
@@ -195,7 +197,10 @@ class Machine:
 
     def buffer_storages_of(self, k: int) -> set[int]:
         """The addresses of the storages that the buffers of stage k have now."""
-        buffers = (tensor for _, module in self._modules[k] for tensor in module._buffers.values())
+        tables = self._buffer_tables_of.get(k)
+        if tables is None:
+            tables = self._buffer_tables_of[k] = [each._buffers for _, each in self._modules[k] if each._buffers]
+        buffers = chain.from_iterable(map(dict.values, tables))
         return {t.untyped_storage()._cdata for t in buffers if t is not None and t.layout is torch.strided}
 
     def is_state(self, tensor: torch.Tensor) -> bool:

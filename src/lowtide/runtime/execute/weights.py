@@ -27,12 +27,14 @@ from torch import nn
 
 from lowtide.errors import ExecutionError, LowtideWarning, PlanError
 from lowtide.runtime.meter import exclude
+from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.transfer.cargo import Mirror, Ticket, Tier
 from lowtide.schedule import Await, Offload, Prefetch, Release, Value
 
 MANAGED = ("w", "g", "opt")
 
-# How often weights that leave with a current mirror are compared with it: after a forward, and after a backward.
+# How often weights that leave with a current mirror are compared with it: after a forward, and after a backward; from
+# then on in turn.
 _NUM_COMPARED = 2
 
 
@@ -70,15 +72,22 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
     return not tensor.is_contiguous() and tensor.stride() != torch.empty_like(tensor, device="meta").stride()
 
 
+class _ChangedInStageError(Exception):
+    """A weight was changed while its stage ran, which could not be foreseen."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 class _Item:
     """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
 
-    __slots__ = ("is_bound", "is_current", "mirror", "storage", "tensor")
+    __slots__ = ("_copied_version", "is_bound", "mirror", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
         self.mirror = mirror
-        self.is_current = False  # whether the mirror holds what the device holds
+        self._copied_version: int | None = None  # the tensor's, when its mirror was last equal to it
         self.is_bound = False  # to its mirror, for good
         # Its own device memory, empty while it is away: the tensor has the same storage whenever it is there.
         self.storage = tensor.untyped_storage() if self.is_there else None
@@ -104,6 +113,19 @@ class _Item:
         """Whether something else refers to its memory on the lower tier."""
         home = self._home
         return home is not None and (_is_shared(home) or _num_names(home) > (1 if self.is_there else 2))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the mirror holds what the device holds, as far as the tensor's version tells."""
+        return self._copied_version == version_of(self.tensor)
+
+    def note_copy(self) -> None:
+        """The mirror holds what the device holds."""
+        self._copied_version = version_of(self.tensor)
+
+    def note_change(self) -> None:
+        """The mirror may not hold what the device holds."""
+        self._copied_version = None
 
     def close_gaps(self) -> None:
         """Give it strides that a copy can have, as autograd leaves gradients but for rare cases."""
@@ -158,6 +180,8 @@ class Parked:
         """Whether some of it has left and not arrived since."""
         self._num_compared = 0
         self._is_written = False
+        self.is_watched = False
+        """Whether it is compared with its mirrors in this step, wherever it leaves without a copy."""
         self._leaving: Ticket | None = None
         self._arriving: tuple[list[tuple[_Item, torch.Tensor]], Ticket] | None = None
         self._taken: Ticket | None = None  # of the device memory that was filled last
@@ -210,7 +234,7 @@ class Parked:
         """What is on the device may have been changed: mirrors are not current."""
         self.arrive()
         for item in self._items.values():
-            item.is_current = False
+            item.note_change()
         if self._are_renewed:
             self._wait_for_leaving()
             self.forget()
@@ -252,7 +276,7 @@ class Parked:
             if item.mirror is None:
                 item.mirror = self._places[keys[id(item)]] = self._tier.mirror(item.tensor.data)
             pairs.append((item.tensor.data, item.mirror))
-            item.is_current = True
+            item.note_copy()
         self._leaving = self._tier.copy_down(pairs)
         return sum(item.tensor.nbytes for item in stale)
 
@@ -267,15 +291,22 @@ class Parked:
         return moved
 
     def _compare(self) -> None:
-        """See whether the stage itself writes to its weights (`weight.data.clamp_(0)` in a forward), which no version
-        tells: then they are copied whenever they leave.
+        """See whether the stage itself writes to its weights in a way that no version tells (`weight.data.clamp_(0)` in
+        a forward): then they are copied whenever they leave.
+
+        Raises:
+            ExecutionError: where it did not at first, and such writes are lost already.
         """
+        is_first = self._num_compared < _NUM_COMPARED
         current = [item for item in self._items.values() if item.is_there and item.is_current]
-        if current and self._num_compared < _NUM_COMPARED:
+        if current and not self._is_written and (is_first or self.is_watched):
             self._num_compared += 1
             self._wait_for_leaving()
-            mirrors = [(item.tensor.data, item.mirror.tensor) for item in current if item.mirror is not None]
-            self._is_written |= not all(torch.equal(tensor, place) for tensor, place in mirrors)
+            pairs = [(item.tensor, item.mirror) for item in current if item.mirror is not None]
+            changed = [tensor for tensor, mirror in pairs if not torch.equal(tensor.data, mirror.tensor)]
+            if changed and not is_first:
+                raise _ChangedInStageError(changed[0])
+            self._is_written |= bool(changed)
         if self._is_written:
             self.change()
 
@@ -301,7 +332,7 @@ class Parked:
         for item, memory in made:
             if not item.is_there:
                 item.tensor.data = memory
-                item.is_current = True
+                item.note_copy()
 
     def bind(self) -> int:
         """Leave what has a second name on the lower tier there, for good; returns how many tensors that are."""
@@ -378,6 +409,7 @@ class Weights:
         self.parameters = parameters
         self.optimizer = optimizer
         self.moved_bytes = 0
+        self._turn = 0
         self._values: dict[Value, Parked] = {}
         for k, own in parameters.items():
             self._values[("w", k)] = Parked(tier, partial(_keyed, own), self._adopted)
@@ -411,11 +443,28 @@ class Weights:
         if isinstance(operation, Offload):
             self.moved_bytes += value.offload()
         elif isinstance(operation, Release):
-            self.moved_bytes += value.leave()
+            self._leave(value)
         elif isinstance(operation, Prefetch):
             self.moved_bytes += value.prefetch()
         else:
             value.arrive()
+
+    def _leave(self, value: Parked) -> None:
+        try:
+            self.moved_bytes += value.leave()
+        except _ChangedInStageError as error:
+            raise ExecutionError(
+                f"parameter {self._names[id(error.tensor)]!r} was changed while its stage ran, through .data, and not "
+                "in the first steps, so changes may be lost; change it after the optimizer's step, or use a strategy "
+                "that moves activations alone"
+            ) from None
+
+    def _next_turn(self) -> None:
+        """In each step the weights of one stage, in turn, are compared with their mirrors."""
+        stages = list(self.parameters)
+        for k in stages:
+            self._values["w", k].is_watched = k == stages[self._turn % len(stages)]
+        self._turn += 1
 
     def need(self, k: int) -> None:
         """Have the weights of stage k on the device."""
@@ -449,6 +498,7 @@ class Weights:
     def begin(self, start: Collection[Value], copied: Iterable[Value]) -> None:
         """A step begins: have on the device what the list starts with, whatever has happened since the last one."""
         self.check()
+        self._next_turn()
         self.hand_over()
         self.change()
         self.settle(start, fetch=True)
@@ -502,7 +552,7 @@ class Weights:
                 self.moved_bytes += value.offload()
         for value in leaving:
             if value.is_there:
-                self.moved_bytes += value.leave()
+                self._leave(value)
         for name, value in self._values.items() if fetch else ():
             if name in device and name[0] != "g":
                 self._fetch(value)

@@ -43,6 +43,8 @@ class Settings:
     compilation: Compilation | None = None
     allow_rounding: bool = False
     step_in_backward: bool = False
+    finer_than: int = 0
+    """Cut inside blocks, too, into more stages than so many; 0: do not."""
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:

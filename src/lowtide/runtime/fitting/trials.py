@@ -131,26 +131,59 @@ def plan_for(
 ) -> tuple[Planned, CompiledStages | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
+    Where no schedule stays within the budget, the model is cut more finely, and all that is done once more.
+
     Args:
         model: the model.
         sample: what it is called with.
         settings: what was asked for.
         after: a real step that took more than predicted, which is planned for.
         goes_on: where no schedule stays within the budget, take the leanest.
+
+    Raises:
+        InfeasibleBudgetError: with the least of the budgets that work with either cuts.
     """
     with many_compilations() if settings.compilation is not None else nullcontext():
         split, (chain, compiled) = measured_for(model, sample, settings)
         try:
-            unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
-            planned = tried_schedule(
-                model, sample, split, chain, settings, unknown_bytes=unknown_bytes, goes_on=goes_on
-            )
-            let_go(device_of(model))
-            return planned, compiled
-        except BaseException:
+            return _planned_with(model, sample, split, chain, settings, after, goes_on=goes_on), compiled
+        except BaseException as error:
             if compiled is not None:
                 compiled.remove()
+            is_final = settings.stages is not None or settings.compilation is not None
+            if is_final or not isinstance(error, InfeasibleBudgetError):
+                raise
+            message, least = str(error), error.minimum_bytes
+    finer = replace(settings, finer_than=split.num_stages)
+    try:
+        split, (chain, _) = measured_for(model, sample, finer)
+        return _planned_with(model, sample, split, chain, finer, after, goes_on=goes_on), None
+    except InfeasibleBudgetError as error:
+        if error.minimum_bytes < least:
             raise
+    except _NotFinerError:
+        pass
+    raise InfeasibleBudgetError(message, minimum_bytes=least)
+
+
+class _NotFinerError(Exception):
+    """The model cannot be cut more finely."""
+
+
+def _planned_with(
+    model: nn.Module,
+    sample: Sample,
+    split: Split,
+    chain: Chain,
+    settings: Settings,
+    after: RealStep | None,
+    *,
+    goes_on: bool,
+) -> Planned:
+    unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
+    planned = tried_schedule(model, sample, split, chain, settings, unknown_bytes=unknown_bytes, goes_on=goes_on)
+    let_go(device_of(model))
+    return planned
 
 
 def measured_for(
@@ -160,6 +193,8 @@ def measured_for(
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
+        if split.num_stages <= settings.finer_than:
+            raise _NotFinerError
         compiled = None if compilation is None else compilation.of(model, split)
         if compiled is not None and compiled.copies_images(sample.tensors()):
             warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
@@ -185,7 +220,15 @@ def measured_for(
             compiled.settle_loss()
         return chain, compiled
 
-    return capture_for(work, model, sample, stages=settings.stages, loss=settings.loss, blocks=compilation is not None)
+    return capture_for(
+        work,
+        model,
+        sample,
+        stages=settings.stages,
+        loss=settings.loss,
+        blocks=compilation is not None,
+        finer=settings.finer_than > 0,
+    )
 
 
 def tried_schedule(

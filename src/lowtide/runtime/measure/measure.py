@@ -126,14 +126,15 @@ def capture_and_measure(
     *,
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
+    finer: bool = False,
     **options: Any,
 ) -> tuple[Split, Chain]:
-    """Split and measure a model; arguments as for `measure`."""
+    """Split and measure a model; arguments as for `measure` and `capture`."""
 
     def work(split: Split) -> Chain:
         return measure_split(model, split, sample, loss=loss, **options)
 
-    return capture_for(work, model, sample, stages=stages, loss=loss)
+    return capture_for(work, model, sample, stages=stages, loss=loss, finer=finer)
 
 
 def capture_for(
@@ -144,6 +145,7 @@ def capture_for(
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: bool = False,
+    finer: bool = False,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
@@ -151,7 +153,7 @@ def capture_for(
     """
     closed: frozenset[str] = frozenset()
     for _ in range(_MOST_ATTEMPTS):
-        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
+        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy
 import torch
 
 from lowtide.errors import CaptureError, shown
 from lowtide.runtime.model.containers import GENERATORS, Held, build, exchange, template
+
+# What of arguments is looked at, at each call.
+_MOST_DEPTH = 4
+_MOST_VALUES = 512
+
+_WHOLE = (
+    *(torch.Tensor, bool, int, float, str, bytes, type(None)),
+    *(type, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module),
+    *GENERATORS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +68,22 @@ class Sample:
     def call(self, model: torch.nn.Module) -> Any:
         """Call the model with new containers each time, because some models take values out of them.
 
-        Generators are copied too, so that the caller's own give the training loop the same numbers as before.
+        Generators are copied too, or put back where they are in objects of the caller's own, so that they give the
+        training loop the same numbers as before.
         """
+        hidden = [value for value in values_in((self.args, self.kwargs)) if isinstance(value, GENERATORS)]
+        put_back = [_putting_back(generator) for generator in hidden]
         copies: dict[int, Any] = {}
 
         def own(generator: Any) -> Any:
             return copies.setdefault(id(generator), _copied(generator))
 
         args, kwargs = build(exchange(template((self.args, dict(self.kwargs)), Held), GENERATORS, own), [])
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        finally:
+            for put in put_back:
+                put()
 
     def __str__(self) -> str:
         named = [f"{name}={_described(value)}" for name, value in self.kwargs.items()]
@@ -76,6 +97,47 @@ class Sample:
 def _copied(generator: Any) -> Any:
     """A generator in the same state."""
     return generator.clone_state() if isinstance(generator, torch.Generator) else copy.deepcopy(generator)
+
+
+def _putting_back(generator: Any) -> Callable[[], object]:
+    """What lets a generator give again what it is about to give."""
+    kept = _copied(generator)
+    if isinstance(generator, torch.Generator):
+        return lambda: generator.set_state(kept.get_state())
+    if isinstance(generator, random.Random):
+        return lambda: generator.setstate(kept.getstate())
+    if isinstance(generator, numpy.random.RandomState):
+        return lambda: generator.set_state(kept.get_state())
+    return lambda: setattr(generator.bit_generator, "state", kept.bit_generator.state)
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """All that is in arguments, objects of the user's own (a batch of graphs) included: containers, and what they hold.
+
+    So deep inside others, and no more values than this, so that a large object costs a step nothing to speak of.
+    """
+    pending, num_seen = [(value, 0)], 0
+    seen: set[int] = set()
+    while pending and num_seen < _MOST_VALUES:
+        each, depth = pending.pop()
+        num_seen += 1
+        yield each
+        if depth <= _MOST_DEPTH and not isinstance(each, _WHOLE) and id(each) not in seen:
+            seen.add(id(each))
+            pending += [(part, depth + 1) for part in reversed(_parts_of(each))]
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What a container or an object holds."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    slots = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    return [*slots, *getattr(value, "__dict__", {}).values()]
 
 
 def _described(value: Any) -> str:

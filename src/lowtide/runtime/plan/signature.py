@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter, is_, le
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import PlanError
+from lowtide.runtime.model.sample import values_in
 
 _requires_grad = attrgetter("requires_grad")
 
 FIT_AGAIN = "call fit again"
 
-# What of arguments is looked at, at each call: objects of the user's own (a batch of graphs) so deep inside others, and
-# no more values than this, so that a large object costs a step nothing to speak of.
-_MOST_DEPTH = 4
-_MOST_VALUES = 512
-_LONGEST_TEXT = 64
-
-_OPAQUE = (str, bytes, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module, torch.Generator, type(None))
+_LONGEST_TEXT = 64  # that tells calls apart
 
 TensorForm = tuple[tuple[int, ...], str, str]
 """Shape, dtype, and what else makes a difference: whether it requires a gradient, and an unusual memory format."""
@@ -132,33 +125,11 @@ class Signature:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """The tensors, numbers, flags and short texts in arguments, those of objects of the user's own included."""
-    pending, num_seen = [(value, 0)], 0
-    seen: set[int] = set()
-    while pending and num_seen < _MOST_VALUES:
-        each, depth = pending.pop()
-        num_seen += 1
+    for each in values_in(value):
         if isinstance(each, torch.Tensor | bool | int | float) or (
             isinstance(each, str) and len(each) <= _LONGEST_TEXT
         ):
             yield each
-        elif isinstance(each, _OPAQUE):
-            continue
-        elif depth <= _MOST_DEPTH and id(each) not in seen:
-            seen.add(id(each))
-            pending += [(part, depth + 1) for part in reversed(_parts_of(each))]
-
-
-def _parts_of(value: Any) -> list[Any]:
-    """What a container or an object holds."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        return list(value)
-    if isinstance(value, slice):
-        return [value.start, value.stop, value.step]
-    names = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    slots = [getattr(value, name, None) for name in names if not name.startswith("__")]
-    return [*slots, *getattr(value, "__dict__", {}).values()]
 
 
 def _marks(tensor: torch.Tensor) -> str:
