@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.coverage_shapes import UNet
 from torch import nn
 
 import lowtide
@@ -116,3 +117,13 @@ def test_the_command(
     assert found["estimated"]
     assert found["plain_peak_bytes"] > found["minimum_bytes"]
     assert ("raise it, or choose a larger card" in printed.err) == (status == 3)
+
+
+def test_finer_cuts_are_estimated_where_no_other_fits() -> None:
+    with torch.device("meta"):
+        model, x = UNet(8, 2), torch.empty(4, 3, 32, 32)
+    options: dict[str, Any] = {"device": "a100", "optimizer": "sgd", "bandwidth": 0}
+    ample, scarce = (lowtide.estimate(model, x, memory_budget=budget, **options) for budget in ("1GiB", 1000))
+    assert scarce.chain.num_stages > ample.chain.num_stages
+    assert scarce.minimum_bytes < ample.minimum_bytes
+    assert lowtide.estimate(model, x, memory_budget=scarce.minimum_bytes, **options).fits

@@ -126,14 +126,15 @@ def capture_and_measure(
     *,
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
+    finer: bool = False,
     **options: Any,
 ) -> tuple[Split, Chain]:
-    """Split and measure a model; arguments as for `measure`."""
+    """Split and measure a model; arguments as for `measure` and `capture`."""
 
     def work(split: Split) -> Chain:
         return measure_split(model, split, sample, loss=loss, **options)
 
-    return capture_for(work, model, sample, stages=stages, loss=loss)
+    return capture_for(work, model, sample, stages=stages, loss=loss, finer=finer)
 
 
 def capture_for(
