@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -445,12 +446,13 @@ def test_a_buffer_that_the_first_forward_resizes():
     assert_as_plain(lambda: stack(Resizing), [lambda model: model(X)] * 3)
 
 
-def test_a_refused_model_keeps_its_parameters():
+@pytest.mark.parametrize("plan", [lowtide.measure, functools.partial(lowtide.fit, memory_budget="1GiB")])
+def test_a_refused_model_keeps_its_parameters(plan):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, WIDTH, max_norm=0.1), *stack(Plain))
     before = model[0].weight.detach().clone()
-    with pytest.raises(lowtide.CaptureError, match="changes its parameter"):
-        lowtide.measure(model, torch.arange(20))
+    with pytest.raises(lowtide.CaptureError, match=r"changes its parameter '0\.weight' in place"):
+        plan(model, torch.arange(20))
     assert torch.equal(model[0].weight, before)
 
 

@@ -134,22 +134,30 @@ _FEW_DRAWS = 8
 def draw_the_fullest(model: nn.Module, sample: Sample) -> None:
     """Leave the random generators where the next forward calls as much as any: where layers are left out at random,
     what is planned for is a step that leaves out as few as possible.
+
+    The first forward is watched, so that what cannot be planned for is refused before it changes a parameter.
     """
     generators = Generators.of(model)
     found: list[tuple[int, State]] = []
-    with preserved(model), ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unpack))
+    with preserved(model):
         while len(found) < _MOST_DRAWS:
             before, num_nodes = generators.state(), _get_sequence_nr()
-            _result(model, sample)
+            _run_unsaved(model, sample) if found else watch(model, sample)
             found.append((_get_sequence_nr() - num_nodes, before))
             is_random = generators.drawn_since(before)
             if not is_random or (len(found) == _FEW_DRAWS and len({num for num, _ in found}) == 1):
                 return
     generators.set(max(found, key=lambda entry: entry[0])[1])
+
+
+def _run_unsaved(model: nn.Module, sample: Sample) -> None:
+    """Run the model once and keep nothing that autograd saves."""
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unpack))
+        _result(model, sample)
 
 
 # What says nothing about the arguments: lowtide's own refusals, and a full memory.
@@ -341,7 +349,8 @@ class _Watcher(TorchDispatchMode):
     def _check_write(self, memory: Memory) -> None:
         if memory.role in ("made", "buffer", "cast"):
             return
-        what = {"parameter": f"its parameter {memory.names[:1]}", "input": "its input"}.get(
+        name = "".join(map(repr, memory.names[:1]))
+        what = {"parameter": f"its parameter {name}", "input": "its input"}.get(
             memory.role, "a tensor that is neither a buffer nor its input"
         )
         raise CaptureError(
