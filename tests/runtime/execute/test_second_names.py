@@ -5,6 +5,7 @@ plan, wherever the memory is.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -522,6 +523,21 @@ def test_optimizers_of_one_class_with_plans_of_their_own():
     two.detach()
     assert [cell.cell_contents for cell in Mine.step.__closure__] == cells
     assert Mine.step not in stepping._all_followed
+
+
+def test_a_plan_that_nobody_detaches_goes_with_its_model():
+    model = blocks()
+    optimizer = torch.optim.RAdam(model.parameters())
+    step = torch.optim.RAdam.step
+    lowtide.attach(model, SCHEDULES["stored"], optimizer=optimizer)
+    assert step in stepping._all_followed
+    loss_of(model, next(data())).backward()
+    optimizer.step()
+    weight = weakref.ref(model[0][0].weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+    assert step not in stepping._all_followed
 
 
 def test_hooks_with_steps_in_backward():

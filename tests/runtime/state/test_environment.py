@@ -546,6 +546,25 @@ def test_statistics_that_something_reads_are_found_as_they_were(use):
     assert_as_plain(lambda: stack(lambda: Followed(use)), [lambda model: model(X)] * 4)
 
 
+class TwoNames(nn.Module):
+    """Changes a buffer by one name and reads it by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("total", torch.zeros(WIDTH))
+        self.same = self.total.view(1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x))
+        self.total.add_(y.detach().mean(0))
+        return y * (1 + self.same)
+
+
+def test_memory_that_a_module_keeps_by_two_names_stays_one():
+    assert_as_plain(lambda: stack(TwoNames), [lambda model: model(X)] * 3)
+
+
 class Handing(nn.Module):
     """Hands its statistics on."""
 
@@ -601,7 +620,7 @@ def test_statistics_that_nothing_reads_are_not_copied():
     mark = environment.mark()
     with seen:
         module(X)
-    environment.end(mark, 1, History(), seen.addresses, unread=seen.unread)
+    environment.end(mark, 1, History(), seen)
     mark, history, mean = environment.mark(), History(), module.norm.running_mean
     assert not mark.copies
     module(X)

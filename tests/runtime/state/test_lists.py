@@ -114,6 +114,20 @@ def test_a_repeated_run_finds_lists_as_they_were_and_leaves_them_as_they_are():
     assert module.later == []
 
 
+def test_a_container_that_the_loop_takes_away_before_backward_is_made_anew_for_a_recomputation():
+    module = nn.Module()
+    module.losses, module.shapes = [1], {"seen": {2}}
+    environment = Environment([("", module)])
+    mark = environment.mark()
+    module.losses = None
+    del module.shapes
+    with environment.rewound(mark):
+        assert module.losses == [1]
+        assert module.shapes == {"seen": {2}}
+    assert module.losses is None
+    assert not hasattr(module, "shapes")
+
+
 def test_a_look_puts_back_the_very_same_objects():
     module, entry = nn.Module(), [object()]
     module.outer = outer = {"a": entry, "b": {1, 2}}

@@ -152,11 +152,7 @@ class ExecutedForward(StagedForward):
         if self.tape is not None:
             run.mark, run.environment = mark, environment
         ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
-        if self._writes is None:
-            changed = environment.end(mark, k, step.history, ran=ran)
-        else:
-            seen = self._writes
-            changed = environment.end(mark, k, step.history, seen.addresses, ran, seen.unread)
+        changed = environment.end(mark, k, step.history, self._writes, ran)
         if run.fingerprints is not None:
             run.fingerprints.finish({t.untyped_storage()._cdata for t in changed if t.layout is torch.strided})
 

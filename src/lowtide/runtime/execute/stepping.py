@@ -8,6 +8,7 @@ the parameters that no stage moves. So hooks, schedulers and whoever calls the s
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -125,10 +126,14 @@ class StagedSteps:
         self._is_stepping = False
         self._awaits_step = False  # whether backward has updated weights, and the user has not called the step yet
         self._loading: Any = None
+        self._ending: Callable[[], Any] = lambda: None
 
     def install(self) -> None:
         """From now on what the list does not start with is on the lower tier."""
         _followed(self._optimizer).followers[id(self._optimizer)] = self
+        ending = weakref.finalize(self, _unfollow, id(self._optimizer))  # also where nobody detaches the plan
+        ending.atexit = False
+        self._ending = ending
         self._loading = self._optimizer.register_load_state_dict_pre_hook(self._load)
         self._weights.change()
         self._weights.settle(self._placement.start, fetch=False)
@@ -140,7 +145,7 @@ class StagedSteps:
         if self._loading is not None:
             self._loading.remove()
             self._loading = None
-            _unfollow(self._optimizer)
+            self._ending()
         self._weights.bring_back()
 
     def begin(self) -> None:
@@ -284,7 +289,7 @@ class _Followed:
     def __init__(self, cell: CellType) -> None:
         self.cell = cell
         self.plain: Callable[..., Any] = cell.cell_contents
-        self.followers: dict[int, StagedSteps] = {}
+        self.followers: weakref.WeakValueDictionary[int, StagedSteps] = weakref.WeakValueDictionary()
         cell.cell_contents = self._step
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -318,10 +323,11 @@ def _followed(optimizer: torch.optim.Optimizer) -> _Followed:
     return found
 
 
-def _unfollow(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer step as ever; the last of its class puts the class's own step back."""
+def _unfollow(key: int) -> None:
+    """Have an optimizer, given by its id, step as ever; the last of its class puts the class's own step back."""
     for wrapper, found in list(_all_followed.items()):
-        if found.followers.pop(id(optimizer), None) is not None and not found.followers:
+        found.followers.pop(key, None)
+        if not found.followers:
             found.cell.cell_contents = found.plain
             del _all_followed[wrapper]
 

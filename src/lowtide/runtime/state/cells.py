@@ -36,7 +36,7 @@ _NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "lowtide", "numpy", "torch
 _CALL_SITE = "_compiled_call_impl"
 
 
-class Absent:
+class _Absent:
     """Stands for the value of a name that is not there."""
 
 
@@ -95,12 +95,10 @@ class Layout:
             number += 1
         registries = [registry for _, registry in labels] + ["other"] * len(self._steps)
         self._empty = [table for table in base if not table]  # most are: the hooks of each kind, of each module
-        self._filled = [table for table in base if table]
-        self._sizes = list(map(len, self._filled))
         self._dicts = [n for n, table in enumerate(tables) if isinstance(table, dict) and (table or n >= len(base))]
         self.others = [n for n, table in enumerate(tables) if not isinstance(table, dict)]
         self._keys = {n: [key for key in tables[n] if registries[n] or key not in _REGISTRIES] for n in self._dicts}
-        self._inner = [(n, len(self._keys[n])) for n in self._dicts if n >= len(base)]
+        self._sizes = [len(tables[n]) for n in self._dicts]
         self._read = [(n, _getter(self._keys[n])) for n in self._dicts]
         self._places = [(n, key) for n in self._dicts for key in self._keys[n]]
         self._paths, self._registries = paths, registries
@@ -132,7 +130,7 @@ class Layout:
         Args:
             known: what they have held: then only values that are others by now are looked at, and listed.
         """
-        if any(self._empty) or list(map(len, self._filled)) != self._sizes:
+        if any(self._empty):
             return None
         tables = [*self._base] if self._steps else self._base
         try:
@@ -141,6 +139,8 @@ class Layout:
                 if type(value) is not kind:
                     return None
                 tables.append(vars(value) if is_object else value)
+            if list(map(len, map(tables.__getitem__, self._dicts))) != self._sizes:
+                return None
             values = self._values(tables)
         except (IndexError, KeyError, TypeError):
             return None
@@ -152,8 +152,6 @@ class Layout:
             others = list(compress(count(), map(is_not, values, known)))
             if any(type(values[index]) is not self._types[index] for index in others):
                 return None
-        if self._inner and any(len(tables[n]) != size for n, size in self._inner):
-            return None
         return Look(self, tables, values, [list(tables[n]) for n in self.others], others)
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
@@ -356,7 +354,7 @@ def fill(container: Any, content: Any) -> None:
             kind.clear(container)
             kind.update(container, rest)
         for key, value in content.items():
-            if dict.get(container, key, Absent) is not value:
+            if dict.get(container, key, _Absent) is not value:
                 kind.__setitem__(container, key, value)
     elif isinstance(container, _SEQUENCES) and not _is_same_sequence(content, container):
         container.clear()
@@ -380,9 +378,9 @@ def _made(content: Any, now: Any) -> Any:
     if isinstance(content, dict):
         made = {}
         for key, value in content.items():
-            there = dict.get(now, key, Absent)
+            there = dict.get(now, key, _Absent)
             made[key] = there if value is _Hidden or _is_shard(value) or _is_shard(there) else _value(value)
-        return {key: value for key, value in made.items() if value is not Absent}
+        return {key: value for key, value in made.items() if value is not _Absent}
     if _is_all_plain(content):
         return content
     there = [*now]
@@ -397,16 +395,16 @@ def _value(kept: Any) -> Any:
 def _without_graph(value: Any) -> Any:
     """A tensor without its graph, and a tuple of such; anything else as it is."""
     if isinstance(value, torch.Tensor):
-        return value if value.grad_fn is None else value.detach()
-    if not isinstance(value, tuple) or _is_plain(value):
+        return value.detach() if _has_graph(value) else value
+    if not isinstance(value, tuple) or not _is_hidden(value):
         return value
     entries = map(_without_graph, value)
     return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
 
 
 def _kept(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.grad_fn is None else _Detached(value)
+    if _has_graph(value):
+        return _Detached(value)
     return _Hidden if _is_hidden(value) else value
 
 
@@ -418,18 +416,14 @@ def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
 
 def _content(value: Any) -> Any:
     """The container that a value is, or the table of an object that is there to hold others; None: neither."""
-    if type(value) in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type):
-        return None
-    if isinstance(value, (*_SEQUENCES, dict)):
-        return value
-    if isinstance(value, tuple):
-        return None if _is_plain(value) else value
+    if isinstance(value, (*_SEQUENCES, dict, tuple)):
+        return value if _is_hidden(value) else None
     return vars(value) if is_settings(value) else None
 
 
 def is_settings(value: Any) -> bool:
     """Whether an object may change in a forward: a namespace, a dataclass, or one of a class of the user's."""
-    if isinstance(value, nn.Module | type) or not hasattr(value, "__dict__") or not isinstance(vars(value), dict):
+    if isinstance(value, torch.Tensor | nn.Module | type) or not isinstance(getattr(value, "__dict__", None), dict):
         return False
     if isinstance(value, SimpleNamespace | Namespace) or is_dataclass(value):
         return True
@@ -438,23 +432,17 @@ def is_settings(value: Any) -> bool:
 
 def _is_hidden(value: Any) -> bool:
     """Whether a value is not kept: it may hold a graph later, and is known by its place."""
-    if type(value) in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type):
+    if type(value) in _PLAIN:
         return False
     if isinstance(value, (*_SEQUENCES, dict)):
         return True
-    return not _is_plain(value) if isinstance(value, tuple) else is_settings(value) and not callable(value)
+    if isinstance(value, tuple):
+        return any(_is_hidden(each) or _has_graph(each) for each in value)
+    return is_settings(value) and not callable(value)
 
 
-def _is_plain(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds nothing that changes: itself is kept then."""
-    return all(
-        _is_plain(each)
-        if isinstance(each, tuple)
-        else each.grad_fn is None
-        if isinstance(each, torch.Tensor)
-        else not _is_hidden(each)
-        for each in value
-    )
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _is_all_plain(values: Iterable[Any]) -> bool:

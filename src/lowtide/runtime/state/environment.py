@@ -4,17 +4,17 @@ A recomputed stage must see its environment as in the first run, whatever has ch
 it. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
 version is counted (batch normalisation, observers of quantisation, `.data`) by what was seen when the stage first ran
 with these switches and functions: then operations are watched, and values compared. From then on only the tensors that
-change are copied first. One that begins to change later, by a switch that no cell holds, is known by a copy from before
-if it is small.
+change are copied first, and a buffer that the code between units uses for the first time. One that begins to change
+later, by a switch that no cell holds, is known by a copy from before if it is small.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.state.cells import Cells, Label, Look
+from lowtide.runtime.state.writes import Writes
 
 Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
@@ -91,6 +92,28 @@ class Together:
         return name not in self._on_tapes and len(self._users.get(_storage_of(tensor) or 0, ())) == 1
 
 
+class Known:
+    """What earlier runs of a stage have shown of the tensors of one name."""
+
+    __slots__ = ("changes", "is_used", "seen", "small", "spare")
+
+    def __init__(self) -> None:
+        self.changes = False
+        """Whether a run has changed one."""
+        self.seen: int | None = None
+        """Which one runs have found; 0: there were several."""
+        self.small: tuple[int, int, torch.Tensor] | None = None
+        """Of a small one that no run has changed: which, its version, and its content."""
+        self.is_used = False
+        """Whether the code between units was seen to use it."""
+        self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
+        """One whose content nothing depends on, and a stand-in for it."""
+
+    def may_change(self, tensor: torch.Tensor) -> bool:
+        """Whether the next run may change a tensor: one has, or none was seen to run with this one."""
+        return self.changes or self.seen not in (0, id(tensor))
+
+
 class Expected(NamedTuple):
     """What a stage does to the tensors in its cells, by their positions there, as far as earlier runs have shown."""
 
@@ -100,10 +123,6 @@ class Expected(NamedTuple):
     """Those whose content is looked after."""
     labels: Sequence[Label]
     """What these are."""
-    copied: Sequence[int]
-    """Which of these, by their positions here, are copied before the stage runs."""
-    unchanged: Sequence[int]
-    """Which of these no run has changed, and are known by a copy."""
     unread: Mapping[int, str]
     """The names of the others: the stage changes them, and nothing depends on what they hold."""
 
@@ -112,21 +131,10 @@ class Mark:
     """An environment before a stage's first run.
 
     There are the tensors whose content may change, with labels and versions. Until the run has ended there are `copies`
-    of those that are expected to; then `stamps` and `counts` say how often each was changed.
+    of those that are expected to; then `stamps` say how often each was changed.
     """
 
-    __slots__ = (
-        "copies",
-        "counts",
-        "expected",
-        "kept",
-        "labels",
-        "observes",
-        "stamps",
-        "tensors",
-        "unread",
-        "versions",
-    )
+    __slots__ = ("copies", "expected", "kept", "labels", "observes", "stamps", "tensors", "unread", "versions")
 
     def __init__(self, kept: Look, own: Sequence[torch.Tensor], expected: Expected, *, observes: bool) -> None:
         self.kept = kept
@@ -135,11 +143,10 @@ class Mark:
         self.labels = expected.labels
         self.versions = versions_of(self.tensors)
         self.observes = observes
-        self.copies = {index: _copy_of(self.tensors[index]) for index in expected.copied}
+        self.copies: dict[int, torch.Tensor] = {}
         self.unread = [(own[index], name) for index, name in expected.unread.items()]
         """Those that the stage changes and that nothing depends on, with their names: they are not copied."""
         self.stamps: list[int] = []
-        self.counts: list[int] = []
 
     def add(self, tensor: torch.Tensor, name: str, version: int) -> None:
         """Also track a tensor that is not the stage's own."""
@@ -181,14 +188,10 @@ class Environment:
         self._beside = [(path, module._buffers) for path, module in beside]
         self._together = Together() if together is None else together
         self._counts = self._together.counts
-        self._changing: set[str] = set()
-        self._used: set[str] = set()  # by code between units
+        self._known: defaultdict[str, Known] = defaultdict(Known)
         # The switches with which it was seen what changes, and what of it nothing depended on.
         self._observed: dict[tuple[int, ...], frozenset[str]] = {}
         self._expected: Expected | None = None  # None: something was learned since
-        self._spares: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._last: dict[str, int] = {}  # by name, the tensor that was last seen there; 0: there were two
-        self._unchanged: dict[str, tuple[int, int, torch.Tensor]] = {}  # small ones: which, its version, its content
 
     def look(self) -> Look:
         """What the cells hold now."""
@@ -211,55 +214,32 @@ class Environment:
         expected = None if observes else self._expected
         if expected is None or expected.key != key:
             observes = observes or switches not in self._observed
-            expected = self._expect(key, own, labels, observes=observes)
+            unread = {} if observes else self._unread_among(own, labels, self._observed[switches])
+            tracked = [index for index in range(len(own)) if index not in unread]
+            expected = Expected(key, tracked, [labels[index] for index in tracked], unread)
             self._expected = None if observes else expected
         mark = Mark(kept, own, expected, observes=observes)
-        num_own = len(mark.tensors)
         for path, table in self._beside:
             for name, tensor in table.items():
                 if tensor is not None and tensor.grad_fn is None:
                     mark.add(tensor, f"{path}.{name}".strip("."), version_of(tensor))
         for name, tensor in others:
             mark.add(tensor, name, version_of(tensor))
-        late = (*expected.unchanged, *range(num_own, len(mark.tensors)))
-        for index in (index for index in late if index not in mark.copies):
-            name, tensor, version = mark.labels[index].name, mark.tensors[index], mark.versions[index]
-            if observes or self._may_change(name, tensor) or self._is_written(name, version):
+        for index, (tensor, label, version) in enumerate(zip(mark.tensors, mark.labels, mark.versions, strict=True)):
+            known = self._known[label.name]
+            is_written = known.small is not None and known.small[1] != version  # by somebody else
+            if observes or is_written or known.may_change(tensor):
                 mark.copies[index] = _copy_of(tensor)
         return mark
-
-    def _may_change(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a stage has changed a tensor of this name, or was not seen to run with this one."""
-        return name in self._changing or self._last.get(name) not in (0, id(tensor))
-
-    def _is_written(self, name: str, version: int) -> bool:
-        """Whether somebody has changed a tensor that no run has changed."""
-        known = self._unchanged.get(name)
-        return known is not None and known[1] != version
-
-    def _expect(
-        self, key: tuple[Any, ...], own: Sequence[torch.Tensor], labels: Sequence[Label], *, observes: bool
-    ) -> Expected:
-        unread = {} if observes else self._unread_among(own, labels, self._observed[key[1]])
-        tracked = [index for index in range(len(own)) if index not in unread]
-        copied = [
-            place for place, index in enumerate(tracked) if observes or self._may_change(labels[index].name, own[index])
-        ]
-        named = [labels[index] for index in tracked]
-        unchanged = [place for place, label in enumerate(named) if label.name in self._unchanged]
-        return Expected(key, tracked, named, copied, unchanged, unread)
 
     def _unread_among(
         self, own: Sequence[torch.Tensor], labels: Sequence[Label], seen: Collection[str]
     ) -> dict[int, str]:
         """What the stage was seen to change without reading it, less what others use."""
-        addresses = Counter(map(_storage_of, own))
         return {
             index: label.name
             for index, (tensor, label) in enumerate(zip(own, labels, strict=True))
-            if label.name in seen
-            and addresses[_storage_of(tensor)] == 1
-            and self._together.is_alone(tensor, label.name)
+            if label.name in seen and self._together.is_alone(tensor, label.name)
         }
 
     def use(self, mark: Mark, name: str, tensor: torch.Tensor) -> bool:
@@ -276,9 +256,10 @@ class Environment:
         if index is None:
             index = len(mark.tensors)
             mark.add(tensor, name, version_of(tensor))
-        if index not in mark.copies and (name not in self._used or self._may_change(name, tensor)):
+        known = self._known[name]
+        if index not in mark.copies and (not known.is_used or known.may_change(tensor)):
             mark.copies[index] = _copy_of(tensor)
-        self._used.add(name)
+        known.is_used = True
         return is_new
 
     def changed(self, mark: Mark, written: Collection[int] = ()) -> list[int]:
@@ -287,7 +268,7 @@ class Environment:
         return [
             index
             for index, label in enumerate(mark.labels)
-            if label.name in self._changing
+            if self._known[label.name].changes
             or now[index] != mark.versions[index]
             or (index in mark.copies and _is_changed(mark.copies[index], mark.tensors[index], written))
         ]
@@ -297,9 +278,8 @@ class Environment:
         mark: Mark,
         k: int,
         history: History,
-        written: Collection[int] = (),
+        writes: Writes | None = None,
         ran: Collection[str] | None = None,
-        unread: Collection[int] = (),
     ) -> list[torch.Tensor]:
         """Stage k has run for the first time: note what it changed.
 
@@ -307,9 +287,8 @@ class Environment:
             mark: before it ran.
             k: the stage.
             history: of this forward.
-            written: storages that were seen to be written to.
+            writes: what was seen of the run's operations; None: nothing.
             ran: the paths of the units that were called; None: all.
-            unread: storages that were seen to be brought up to date, and that nothing else depended on.
 
         Returns:
             The tensors that it changed.
@@ -319,41 +298,32 @@ class Environment:
                 if not self._together.is_alone(*each):
                     mark.add(*each, _UNKNOWN)  # it is read after all, and was not copied
             mark.unread = [each for each in mark.unread if self._together.is_alone(*each)]
-        changed = self.changed(mark, written)
+        changed = self.changed(mark, () if writes is None else writes.addresses)
         for index in changed:
             name = mark.labels[index].name
-            history.add(mark.tensors[index], k, self._copy_in(mark, index))
-            self._unchanged.pop(name, None)
-            if name not in self._changing:
-                self._changing.add(name)
-                self._expected = None
+            known = self._known[name]
+            history.add(mark.tensors[index], k, _copy_in(mark, index, known))
+            known.changes, known.small = True, None
             self._counts[name] = self._counts.get(name, 0) + 1
-        mark.stamps = versions_of(mark.tensors)
-        mark.counts = [self._counts.get(label.name, 0) for label in mark.labels]
+        mark.stamps = self._stamps_of(mark)
         if mark.observes:
-            self._learn(mark, changed, unread)
+            self._learn(mark, changed, () if writes is None else writes.unread)
         for index, copy in mark.copies.items():
             label, now = mark.labels[index], id(mark.tensors[index])
+            known = self._known[label.name]
             is_small = copy.numel() * copy.element_size() <= _SMALL_BYTES  # a sparse one has no bytes of its own
-            if index not in changed and is_small and label.name not in self._changing:
-                self._unchanged[label.name] = now, mark.versions[index], copy
-                self._expected = None
+            if is_small and not known.changes:
+                known.small = now, mark.versions[index], copy
             # Nothing is known of what a unit changes that the model left out.
             if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
-                seen = now if self._last.get(label.name) in (None, now) else 0
-                if self._last.get(label.name) != seen:
-                    self._last[label.name] = seen
-                    self._expected = None
+                known.seen = now if known.seen in (None, now) else 0
         mark.copies.clear()
         return [*(mark.tensors[index] for index in changed), *(tensor for tensor, _ in mark.unread)]
 
-    def _copy_in(self, mark: Mark, index: int) -> torch.Tensor | None:
-        """What a tensor held at a mark, where that is known."""
-        copy = mark.copies.get(index)
-        known = self._unchanged.get(mark.labels[index].name) if copy is None else None
-        if known is not None and known[:2] == (id(mark.tensors[index]), mark.versions[index]):
-            copy = known[2]
-        return copy
+    def _stamps_of(self, mark: Mark) -> list[int]:
+        """How often each tensor was changed so far, whether or not its version tells so."""
+        counts = (self._counts.get(label.name, 0) for label in mark.labels)
+        return list(map(add, versions_of(mark.tensors), counts))
 
     def _learn(self, mark: Mark, changed: Collection[int], unread: Collection[int]) -> None:
         """Note what an observed run has shown: which tensors it uses, and on which of those nothing depends."""
@@ -386,10 +356,10 @@ class Environment:
         """
         others = {id(tensor): self._spare_for(name, tensor) for tensor, name in mark.unread}
         found: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        now, counts = versions_of(mark.tensors), self._counts
-        for index, (tensor, label) in enumerate(zip(mark.tensors, mark.labels, strict=True)):
+        stamps = self._stamps_of(mark)
+        for tensor, label, then, now in zip(mark.tensors, mark.labels, mark.stamps, stamps, strict=True):
             change = history.next_change(tensor, k)
-            if change is None and now[index] == mark.stamps[index] and counts.get(label.name, 0) == mark.counts[index]:
+            if change is None and now == then:
                 continue
             is_strided = tensor.layout is torch.strided
             is_own = not label.is_beside or (change is not None and change[0] == k)
@@ -402,17 +372,15 @@ class Environment:
 
     def unchanging(self, mark: Mark) -> list[tuple[str, torch.Tensor]]:
         """The small tensors of the stage's own that no run has changed, with their names."""
-        if not self._unchanged:
-            return []
-        pairs = zip(mark.labels, mark.tensors, strict=True)
-        return [(label.name, t) for label, t in pairs if label.name in self._unchanged and not label.is_beside]
+        own = ((label.name, t) for label, t in zip(mark.labels, mark.tensors, strict=True) if not label.is_beside)
+        return [(name, tensor) for name, tensor in own if self._known[name].small is not None]
 
     def _spare_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor for the stage to bring up to date instead of one whose content nothing depends on."""
-        spare = self._spares.get(name)
-        if spare is None or spare[0] is not tensor:
-            spare = self._spares[name] = tensor, tensor.detach().clone()
-        return spare[1]
+        known = self._known[name]
+        if known.spare is None or known.spare[0] is not tensor:
+            known.spare = tensor, tensor.detach().clone()
+        return known.spare[1]
 
     def _divided(
         self,
@@ -555,6 +523,14 @@ _version = attrgetter("_version")
 
 
 _UNKNOWN = -1  # no version is: whatever was changed so counts as changed
+
+
+def _copy_in(mark: Mark, index: int, known: Known) -> torch.Tensor | None:
+    """What a tensor held at a mark, where that is known."""
+    copy = mark.copies.get(index)
+    if copy is None and known.small is not None and known.small[:2] == (id(mark.tensors[index]), mark.versions[index]):
+        return known.small[2]
+    return copy
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
