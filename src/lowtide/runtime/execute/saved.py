@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from types import FrameType, MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class Opener(Protocol):
         """
 
 
+@final
 class Lent(View):
     """A saved tensor that is a parameter, or a view of one, whose memory comes and goes: put together when opened.
 
@@ -160,10 +161,13 @@ class Placeholders:
                     f"tensors saved by stage {self.name!r} were already freed; use retain_graph=True in the first "
                     "backward to go through the graph twice"
                 )
-            counted = held.parameter if isinstance(held, Lent) else held
-            if version_of(counted) != placeholder.version:
-                opener.changed(stage, counted)
-            return held.tensor() if isinstance(held, Lent) else held
+            if type(held) is Lent:  # not isinstance: this runs for every saved tensor
+                if version_of(held.parameter) != placeholder.version:
+                    opener.changed(stage, held.parameter)
+                return held.tensor()
+            if version_of(held) != placeholder.version:
+                opener.changed(stage, held)
+            return held
 
         return unpack
 
@@ -221,8 +225,14 @@ class Placeholders:
         lenders: Mapping[int, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         """Give each placeholder its tensor; those that an earlier repeated run filled keep what they have."""
-        for placeholder, tensor, version in zip(self.take(), tensors, versions, strict=False):
-            placeholder.tensor, placeholder.version = kept(tensor, version, lenders)
+        filled = zip(self.take(), tensors, versions, strict=False)
+        if lenders:
+            for placeholder, tensor, version in filled:
+                placeholder.tensor, placeholder.version = kept(tensor, version, lenders)
+            return
+        for placeholder, tensor, version in filled:  # the same, without a call for every saved tensor
+            placeholder.tensor = tensor.detach() if tensor.requires_grad else tensor
+            placeholder.version = version
 
 
 class RepeatedRun:
