@@ -86,8 +86,8 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
 
 
 def _executed(split: Split, schedule: Schedule) -> tuple[Operation, ...]:
-    """The schedule's list without the releases of side values, each of which the executor frees as soon as no
-    recomputation needs it before it is made anew.
+    """The schedule's list without the releases of side values: the executor frees each as soon as no recomputation
+    needs it before it is made anew.
     """
     listed = [op for op in schedule.operations if not (isinstance(op, Release) and op.kind == "s")]
     if any(not isinstance(operation, COMPUTATIONS) and operation.kind == "s" for operation in listed):

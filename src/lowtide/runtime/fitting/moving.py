@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
-from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.fitting.solving import Settings, with_even_times
 from lowtide.runtime.measure.weights import optimizer_state_bytes, update_figures, updates_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
@@ -138,7 +138,10 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     for left in (budget, budget - max(*moving.step_bytes, moving.rest_bytes)):  # the second has room for any step
         if left <= least.memory_budget:
             break
-        found = _solved(moving, settings, left)
+        try:
+            found = _solved(moving, settings, left)
+        except InfeasibleBudgetError:  # what needs which memory may depend on times
+            continue
         if found.peak_bytes <= budget:
             solution = found
             break
@@ -147,11 +150,15 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
 
 
 def _least(moving: Moving, settings: Settings) -> Solution:
-    """The leanest schedule."""
+    """The leanest schedule, the same one whatever stages and updates were measured to take: see `leanest_solution`."""
+    even = with_even_times(moving.chain, settings.bandwidth)
+    seconds = even.stages[0].forward_seconds
+    even = replace(even, stages=tuple(replace(stage, update_seconds=seconds) for stage in even.stages))
     try:
-        return _solved(moving, settings, 1)
+        found = _solved(moving.with_chain(even), settings, 1)
     except InfeasibleBudgetError as error:
-        return _solved(moving, settings, error.minimum_bytes)
+        found = _solved(moving.with_chain(even), settings, error.minimum_bytes)
+    return counted(found.on(moving.chain), moving)
 
 
 def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:

@@ -75,12 +75,12 @@ def leanest_solution(chain: Chain, settings: Settings) -> Solution:
     time which of them is taken, the next `fit` could refuse the budget that this one has named.
     """
     try:
-        return solution_for(_with_even_times(chain, settings.bandwidth), settings).on(chain)
+        return solution_for(with_even_times(chain, settings.bandwidth), settings).on(chain)
     except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
         return solution_for(chain, settings)
 
 
-def _with_even_times(chain: Chain, bandwidth: int) -> Chain:
+def with_even_times(chain: Chain, bandwidth: int) -> Chain:
     """Every computation takes a second; where values move, about the mean, so that copies are about as slow as they
     are: a power of two, which is the same one for most measurements.
     """
