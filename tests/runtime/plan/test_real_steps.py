@@ -275,6 +275,22 @@ def test_what_the_loop_keeps_counts():
     del average
 
 
+def test_what_an_aborted_backward_leaves_is_freed():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, 1.6, optimizer=optimizer, loss=square)
+    before = peaks_of([lambda: model(x)] * 6, optimizer)
+    hook = model[6][0].weight.register_hook(lambda _: 1 / 0)
+    with Meter("cpu") as meter:  # from before the abort: what autograd's engine keeps is nowhere in Python
+        with pytest.raises(ZeroDivisionError):
+            square(model(x)).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        meter.reset_peak()
+        peaks_of([lambda: model(x)], optimizer)
+    assert meter.peak_bytes <= max(before)
+
+
 def test_a_plan_is_kept_where_the_leanest_would_take_more():
     model, x, kept = deep(8), torch.randn(ROWS, WIDTH), {}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.runtime.meter import StepMeter
 
@@ -137,3 +138,16 @@ def _ended(hook: Any, meter: StepMeter) -> None:
     """The plan is gone."""
     hook.remove()
     meter.close()
+
+
+def drop_aborted_backward() -> None:
+    """Free what an aborted backward has left.
+
+    The nodes that it had still to run, and with them their graph, stay in the queue of autograd's engine until the next
+    backward of this thread, so that the forward before it would run beside them. Here is that backward.
+    """
+    if torch._C._current_graph_task_id() != -1:  # a hook of a backward that is under way
+        return
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)
