@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.runtime.training import above_the_least
 from torch import nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 import lowtide
 from lowtide import Backward, Forward
@@ -557,9 +562,53 @@ def test_a_meter_of_steps_stays_out_of_the_way():
         del another
     steps.close()
     assert not torch._C._len_torch_dispatch_stack()
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with torch._subclasses.FakeTensorMode():
         assert steps.open() is None
     del kept
+
+
+class Dispatching(TorchDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_meter_of_steps_counts_below_the_modes_of_others():
+    steps, first = StepMeter(), Dispatching()
+    with first, Dispatching() as second:
+        begin = steps.open()
+        kept = torch.zeros(1000)
+        assert _get_current_dispatch_mode_stack()[1:] == [first, second]
+    another = torch.zeros(3000)
+    assert steps.close() == begin + kept.nbytes + another.nbytes
+    assert not torch._C._len_torch_dispatch_stack()
+    with first:
+        for _ in range(2):
+            steps.open()
+            assert len(_get_current_dispatch_mode_stack()) == 2
+            steps.close()
+        assert _get_current_dispatch_mode_stack() == [first]
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_step_that_takes_more_is_seen_under_a_mode_of_the_users():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+    with Dispatching(), pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        for _ in range(2):
+            square(model(x).repeat(4, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_meter_that_begins_a_step_within_another_knows_what_its_graph_holds():
+    steps, x = StepMeter(), torch.zeros(1000, requires_grad=True)
+    begin = steps.open()
+    loss = x.exp().sum()  # the graph alone holds the result of exp
+    assert steps.open() == begin + x.nbytes + loss.nbytes
+    assert steps.close() == begin + x.nbytes + loss.nbytes
 
 
 @pytest.mark.parametrize("where", ["in backward", "another thread"])

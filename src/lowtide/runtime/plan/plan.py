@@ -421,7 +421,7 @@ class Plan:
     def _end_step(self) -> None:
         """Note what the last step took, and free what it has left where its backward did not end."""
         part = self._part
-        self._steps.end()
+        self._steps.note()
         if part.num_steps == self._num_ended:
             drop_aborted_backward()
         part.peak_bytes = max(part.peak_bytes, self._steps.peak_bytes or 0)

@@ -82,10 +82,12 @@ class RealSteps:
 
     def begin(self) -> None:
         """A forward of a training step begins."""
-        self.end()
+        self.note()
         self._num_begun += 1
         if self._is_metered and self._is_measured():
             self._meter.open()
+        else:
+            self._meter.close()
         self._node_at_start = _get_sequence_nr()
 
     def _is_measured(self) -> bool:
@@ -106,11 +108,15 @@ class RealSteps:
             self._num_begun = 0
         self._result_bytes = max(result_bytes, self._result_bytes or 0)
 
+    def note(self) -> None:
+        """Another forward begins: what was measured so far was a step, or a part of one."""
+        if self._meter.peak_bytes is not None:
+            self._peak_bytes = max(self._meter.peak_bytes, self._peak_bytes or 0)
+
     def end(self) -> None:
         """The step, if one is measured, is over."""
-        peak_bytes = self._meter.close()
-        if peak_bytes is not None:
-            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
+        self.note()
+        self._meter.close()
 
     @property
     def peak_bytes(self) -> int | None:
