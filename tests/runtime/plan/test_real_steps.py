@@ -596,11 +596,15 @@ def test_a_step_that_takes_more_is_seen_under_a_mode_of_the_users():
     model, x = deep(8), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fitted(model, x, optimizer=optimizer, loss=square)
-    with Dispatching(), pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+
+    def train() -> None:
         for _ in range(2):
             square(model(x).repeat(4, 1)).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    with Dispatching(), pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        train()
 
 
 def test_a_meter_that_begins_a_step_within_another_knows_what_its_graph_holds():
