@@ -341,8 +341,9 @@ class _Trials:
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
             # A trial step has no optimizer's step, which would change the weights, and none of the state that is
-            # fetched for it: that it takes less than predicted says nothing.
-            peak_bytes = max(peak_bytes, solution.peak_bytes)
+            # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
+            # difference between both, and is not counted twice.
+            peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
         return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
