@@ -129,3 +129,11 @@ def test_a_chain_that_lost_a_stage_is_refused_where_values_move(tmp_path) -> Non
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(lowtide.LowtideError, match="has 3 stages, but the model has 4"):
         lowtide.load_plan(tmp_path / "plan.json", model)
+
+
+def test_a_unit_that_the_model_does_not_have_is_refused_by_name(tmp_path) -> None:
+    values = json.loads(plan_values())
+    values["split"]["stages"][1]["units"][0][0] = "other"
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(lowtide.PlanError, match="submodule 'other', which the model does not have"):
+        lowtide.load_plan(tmp_path / "plan.json", network())
