@@ -37,6 +37,7 @@ from lowtide.runtime.fitting.planning import (
 from lowtide.runtime.fitting.rehearsal import Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
+from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -146,8 +147,9 @@ def plan_for(
     Raises:
         InfeasibleBudgetError: with the least of the budgets that work with either cuts.
     """
+    of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     with many_compilations() if settings.compilation is not None else nullcontext():
-        split, (chain, compiled) = measured_for(model, sample, settings)
+        split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
         try:
             return _planned_with(model, sample, split, chain, settings, after, goes_on=goes_on), compiled
         except BaseException as error:
@@ -159,7 +161,7 @@ def plan_for(
             message, least = str(error), error.minimum_bytes
     finer = replace(settings, finer_than=split.num_stages)
     try:
-        split, (chain, _) = measured_for(model, sample, finer)
+        split, (chain, _) = measured_for(model, sample, finer, of_kind)
         return _planned_with(model, sample, split, chain, finer, after, goes_on=goes_on), None
     except InfeasibleBudgetError as error:
         if error.minimum_bytes < least:
@@ -190,9 +192,12 @@ def _planned_with(
 
 
 def measured_for(
-    model: nn.Module, sample: Sample, settings: Settings
+    model: nn.Module, sample: Sample, settings: Settings, of_kind: dict[str, StageFigures] | None = None
 ) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
-    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
+    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place.
+
+    Stages of kinds that are in `of_kind` are not measured again; see `measure_split`.
+    """
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
@@ -214,6 +219,7 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                of_kind=of_kind,
             )
         except BaseException:
             if compiled is not None:
