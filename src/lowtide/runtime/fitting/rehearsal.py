@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.runtime.execute.checks import are_close
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.graphs.pool import Pool
+from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
 from lowtide.runtime.meter import Meter
@@ -57,10 +61,26 @@ class Rehearsal:
 
     peak_bytes: int
     seconds: float
+    graphed: Graphed | None = None
+    """The same of steps that are replayed as CUDA graphs, where that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graphed:
+    """What steps took that were replayed as CUDA graphs; or why they cannot be."""
+
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    refusal: str = ""
 
 
 def rehearse(
-    model: nn.Module, step: TrainingStep, execution_for: Callable[[], Execution], *, num_timed: int = 0
+    model: nn.Module,
+    step: TrainingStep,
+    execution_for: Callable[[], Execution],
+    *,
+    num_timed: int = 0,
+    with_graphs: bool = False,
 ) -> Rehearsal:
     """Run steps under a schedule and leave nothing behind.
 
@@ -69,12 +89,16 @@ def rehearse(
         step: how it is trained.
         execution_for: makes the execution.
         num_timed: how many steps to time after the first; on CUDA there is one more in any case.
+        with_graphs: try also to replay steps as CUDA graphs.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     holder: list[Execution] = []
+    replays: list[GraphedSteps] = []
 
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
+        if holder[0].is_busy:
+            return plain(*args, **kwargs)
+        return (replays or holder)[0].call(plain, args, kwargs)
 
     holder.append(execution_for())
     let_go(device)
@@ -111,12 +135,62 @@ def rehearse(
                 _begin_step(model, step, found)
                 _run(model, step)
             seconds = (_now(device) - begin) / max(1, num_more)
+            graphed = None
+            if with_graphs:
+                begin_step = partial(_begin_step, model, step, found)
+                graphed = _rehearse_graphs(model, step, holder[0], replays, begin_step, num_more)
         finally:
+            for steps in replays:
+                steps.release()
+            replays.clear()
             for execution in holder:
                 execution.remove()
             holder.clear()
             state.clear()
-    return Rehearsal(peak_bytes - set_aside_bytes, seconds)
+    if graphed is not None:
+        graphed = replace(graphed, peak_bytes=graphed.peak_bytes - set_aside_bytes)
+    return Rehearsal(peak_bytes - set_aside_bytes, seconds, graphed)
+
+
+def _rehearse_graphs(
+    model: nn.Module,
+    step: TrainingStep,
+    execution: Execution,
+    replays: list[GraphedSteps],
+    begin_step: Callable[[], None],
+    num_timed: int,
+) -> Graphed:
+    """Replay steps as CUDA graphs, and compare gradients with those of a step that is not."""
+    device, generators = execution.machine.device, execution.machine.generators
+    random = generators.state()
+    begin_step()
+    _run(model, step)
+    expected = _gradients_on_host(model)
+    begin_step()
+    replays.append(GraphedSteps(execution, Pool(device)))
+    while not replays[0].num_replayed and not replays[0].refusal:
+        begin_step()
+        generators.set(random)
+        _run(model, step)
+    if not replays[0].refusal and not all(map(_is_same_gradient, _gradients_on_host(model), expected)):
+        return Graphed(refusal="a replayed step gave other gradients than the same step without graphs")
+    with Meter(device) as meter:
+        begin = _now(device)
+        for _ in range(max(1, num_timed)) if not replays[0].refusal else ():
+            begin_step()
+            _run(model, step)
+        seconds = (_now(device) - begin) / max(1, num_timed)
+    return Graphed(meter.peak_bytes + replays[0].held_bytes, seconds, replays[0].refusal)
+
+
+def _gradients_on_host(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.to("cpu", copy=True) for p in model.parameters()]
+
+
+def _is_same_gradient(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and are_close(other.contiguous(), one.contiguous())
 
 
 def let_go(device: torch.device) -> None:

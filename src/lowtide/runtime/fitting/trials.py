@@ -34,7 +34,7 @@ from lowtide.runtime.fitting.planning import (
     TrialOutcome,
     next_attempt,
 )
-from lowtide.runtime.fitting.rehearsal import Rehearsal, TrainingStep, let_go, rehearse
+from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
 from lowtide.runtime.measure.weights import optimizer_step_bytes
@@ -81,6 +81,8 @@ class Planned:
     """Why no schedule stays within the budget, where this is the leanest."""
     moving: Moving | None = None
     """What weights are where they move."""
+    uses_graphs: bool = False
+    """Steps are to be replayed as CUDA graphs."""
 
     @property
     def chain(self) -> Chain:
@@ -307,6 +309,8 @@ class _Trials:
         self._unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
         self._chain = replace(chain, base_bytes=chain.base_bytes + self._unknown_bytes)
         self._solutions: list[Solution | None] = []
+        self._graphed: dict[int, Graphed] = {}
+        """By the attempt's place, what became of replaying its steps as CUDA graphs."""
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
@@ -339,7 +343,16 @@ class _Trials:
             # A trial step has no optimizer's step, which would change the weights, and none of the state that is
             # fetched for it: that it takes less than predicted says nothing.
             peak_bytes = max(peak_bytes, solution.peak_bytes)
-        return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
+        graphed = measured.graphed
+        if graphed is None:
+            return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
+        if settings.cuda_graphs == AUTO and not graphed.refusal and graphed.seconds >= measured.seconds:
+            graphed = replace(graphed, refusal="a trial showed that they are not faster")
+        self._graphed[len(self._solutions) - 1] = graphed
+        if graphed.refusal:
+            return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
+        peak_bytes = max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
+        return replace(found, peak_bytes=peak_bytes, seconds=graphed.seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
         if attempt.again is not None:
@@ -359,7 +372,9 @@ class _Trials:
         priced = solution.on(corrected(self._chain, accept.more_bytes))
         if self._moving is not None:
             priced = counted(priced, self._moving)
-        notes = (*self._notes, *accept.notes)
+        graphed = self._graphed.get(accept.index)
+        refusal = "" if graphed is None else graphed.refusal
+        notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
         return Planned(
             self._split,
             priced,
@@ -369,6 +384,7 @@ class _Trials:
             accept.more_bytes,
             accept.refusal,
             self._moving,
+            uses_graphs=graphed is not None and not graphed.refusal,
         )
 
 
@@ -382,7 +398,13 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
         frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
     )
-    return rehearse(model, step, lambda: planned.execution(model, settings, is_trial=True), num_timed=num_timed)
+    return rehearse(
+        model,
+        step,
+        lambda: planned.execution(model, settings, is_trial=True),
+        num_timed=num_timed,
+        with_graphs=settings.cuda_graphs is not False and planned.moving is None,
+    )
 
 
 def corrected(chain: Chain, more_bytes: int) -> Chain:

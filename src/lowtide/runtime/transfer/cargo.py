@@ -56,6 +56,9 @@ class Tier(Protocol):
     def finish(self) -> None:
         """Wait until all copies have ended: their memory may be given back afterwards."""
 
+    def join(self) -> None:
+        """Let what follows on the compute stream wait for all copies that were queued."""
+
     def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
         """Queue copies into tensors from their places."""
 
