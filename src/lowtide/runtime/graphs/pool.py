@@ -33,6 +33,11 @@ class Pool:
         self.reserved_bytes = 0
         """What the allocator holds for it; nothing else can use that."""
 
+    def renew(self) -> None:
+        """A step is to be captured: once all graphs of a pool are gone, torch takes no others into it."""
+        if not self.steps:
+            self.handle = torch.cuda.graph_pool_handle()
+
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture what the block launches. Nothing of it runs; where the block or the capture fails, all is as before,

@@ -66,21 +66,24 @@ class GraphedStep:
         self.execution = execution
         self.pool = pool
         self._wanted = wanted
-        self._read = [*execution.machine.model.parameters(), *execution.machine.model.buffers()]
-        self._addresses = list(map(_address, self._read))
+        self._addresses = addresses_of(execution.machine.model)
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._inputs: list[_Input] = []
         form = template((args, kwargs), self._take_in)
         counters = execution.machine.counters
-        before = counters.num_recomputed, counters.moved_bytes
-        execution.machine.tier.join()
+        before = counters.num_steps, counters.num_recomputed, counters.moved_bytes
+        tier, parameters = execution.machine.tier, list(execution.machine.model.parameters())
+        tier.join()
+        pool.renew()
+        _forget_accumulators(parameters)
         with ExitStack() as stack:
-            stack.enter_context(_without_hooks(list(execution.machine.model.parameters())))
+            stack.callback(tier.forget)  # events of a capture mean nothing outside it
+            stack.enter_context(_without_hooks(parameters))
             stack.enter_context(execution.machine.unchecked())
             own_args, own_kwargs = build(form, [given.tensor for given in self._inputs])
             with _without_cached_casts(), pool.capturing(self._graphs[0]):
                 result = execution.call(plain, own_args, own_kwargs, is_captured=True)
-                execution.machine.tier.join()
+                tier.join()
             del form, own_args, own_kwargs
             self._take_results(result)
             starts = [t for t, is_wanted in zip(tensors_of(result), wanted, strict=True) if is_wanted]
@@ -90,11 +93,11 @@ class GraphedStep:
             del result, starts
             with around_backward.applied(), pool.capturing(self._graphs[1]):
                 gradients = _apart(torch.autograd.grad(edges, leaves, self.gradients_in, allow_unused=True))
-                execution.machine.tier.join()
+                tier.join()
             self._take_gradients(leaves, gradients)
             del edges, leaves, gradients
-        self._counted = counters.num_recomputed - before[0], counters.moved_bytes - before[1]
-        counters.num_recomputed, counters.moved_bytes = before
+        self._counted = counters.num_recomputed - before[1], counters.moved_bytes - before[2]
+        counters.num_steps, counters.num_recomputed, counters.moved_bytes = before
         pool.steps.add(self)
         pool.measure()
 
@@ -135,7 +138,7 @@ class GraphedStep:
     @property
     def is_current(self) -> bool:
         """Whether the model's tensors are where they were when the step was captured."""
-        return list(map(_address, self._read)) == self._addresses
+        return addresses_of(self.execution.machine.model) == self._addresses
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay the forward for other arguments."""
@@ -343,6 +346,20 @@ def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
             table.update(found)
 
 
+def _forget_accumulators(parameters: list[nn.Parameter]) -> None:
+    """Let graphs of autograd that are made from now on have new nodes where gradients arrive.
+
+    A node belongs to the stream on which it was made, and stays while any graph has it: that of the last step lives as
+    long as its loss has a name. A capture cannot wait for another stream. What makes torch forget it is data of another
+    dtype, for a moment.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.is_leaf and type(parameter.data) is torch.Tensor:
+            data, dtype = parameter.data, torch.float32 if parameter.dtype is torch.float16 else torch.float16
+            parameter.data = torch.empty(0, dtype=dtype, device=data.device)
+            parameter.data = data
+
+
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
     """Autocast keeps casts of weights until its block ends: a graph must make its own, each time."""
@@ -354,3 +371,8 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 _address = methodcaller("data_ptr")
+
+
+def addresses_of(model: nn.Module) -> list[int]:
+    """Where the parameters and buffers of a model are."""
+    return [*map(_address, model.parameters()), *map(_address, model.buffers())]

@@ -17,7 +17,7 @@ from torch.nn.modules import module as global_hooks
 from lowtide.errors import ExecutionError
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.graphs.pool import Pool
-from lowtide.runtime.graphs.step import GraphedStep, NotCapturableError
+from lowtide.runtime.graphs.step import GraphedStep, NotCapturableError, addresses_of
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.state.cells import Cells, Look
 from lowtide.runtime.state.surroundings import Surroundings
@@ -160,12 +160,14 @@ class GraphedSteps:
     def _watch(self, watched: _Watched, run: Callable[[], Any]) -> Any:
         """Run a step as ever, and see what it does that a graph would not."""
         refusal, generators = self._hooks(), self._execution.machine.generators
-        before, random = self._cells.look(), generators.state()
+        before, random, addresses = self._cells.look(), generators.state(), addresses_of(self._model)
         result = run()
         if generators.drawn_on_host_since(random):
             refusal = refusal or "the forward draws random numbers on the host; draw them on the device"
         now = self._cells.look(before)
         changed = before.difference(now)
+        if changed is None and addresses_of(self._model) != addresses:
+            changed = "data of a parameter or buffer"
         if changed is not None:
             refusal = refusal or (
                 f"the forward sets {changed!r}, which a graph cannot; return what it computes, or keep it in a buffer "
@@ -334,8 +336,8 @@ def _reason(error: BaseException, model: nn.Module) -> str:
     if isinstance(error, NotCapturableError | ExecutionError):
         return str(error)
     first = " ".join(str(error).split("\n", 1)[0].split())
-    place = _place(error, model)
-    return f"{first or type(error).__name__}{place}; read nothing on the host (item, tolist, print, if on a tensor)"
+    advice = "; keep values on the device (no item, tolist, print, if on a tensor)" if "captur" in first else ""
+    return f"{first or type(error).__name__}{_place(error, model)}{advice}"
 
 
 def _place(error: BaseException, model: nn.Module) -> str:

@@ -179,6 +179,9 @@ class FileTier:
         """Wait until all copies have ended."""
         self.finish()
 
+    def forget(self) -> None:
+        """Copies of a file are never captured."""
+
     def close(self) -> None:
         """End the threads; what is stored can no longer be read."""
         self._writer.shutdown(wait=True)

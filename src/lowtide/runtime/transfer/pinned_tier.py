@@ -156,6 +156,10 @@ class PinnedTier:
             # A stream without copies of this era is none of a capture's, and cannot be waited for there.
             stream.wait_stream(current)
             current.wait_stream(stream)
+        self.forget()
+
+    def forget(self) -> None:
+        """Copies that were queued so far are over, or never ran: nobody has to wait for one."""
         self._era += 1
         self._has_queued = False
 
