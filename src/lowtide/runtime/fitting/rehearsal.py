@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +26,8 @@ from lowtide.runtime.state.cells import Cells, Look, is_settings
 from lowtide.runtime.state.preserve import preserved
 
 # Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
-# run out of memory where that did not.
-_MORE_STEPS = {"cuda": 1}
+# run out of memory where that did not. And their time is what is predicted.
+_MORE_STEPS = {"cuda": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class TrainingStep:
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What a schedule took: the peak of its first step (of the first two where modules carry something over), with the
-    optimizer's state that is to come, and the mean time of the steps after it, which follow each other as in a training
-    loop.
+    optimizer's state that is to come, and the median time of the steps after it, from the beginning of forward to the
+    end of backward.
     """
 
     peak_bytes: int
@@ -130,14 +131,10 @@ def rehearse(
                     is_less = sum(now.values()) < sum(carried.values())
                     peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
-            begin = _now(device)
-            for _ in range(num_more):
-                _begin_step(model, step, found)
-                _run(model, step)
-            seconds = (_now(device) - begin) / max(1, num_more)
+            begin_step = partial(_begin_step, model, step, found)
+            seconds = _timed_steps(model, step, begin_step, num_more)
             graphed = None
             if with_graphs:
-                begin_step = partial(_begin_step, model, step, found)
                 graphed = _rehearse_graphs(model, step, holder[0], replays, begin_step, num_more)
         finally:
             for steps in replays:
@@ -174,13 +171,24 @@ def _rehearse_graphs(
         _run(model, step)
     if not replays[0].refusal and not all(map(_is_same_gradient, _gradients_on_host(model), expected)):
         return Graphed(refusal="a replayed step gave other gradients than the same step without graphs")
+    if replays[0].refusal:
+        return Graphed(refusal=replays[0].refusal)
     with Meter(device) as meter:
+        seconds = _timed_steps(model, step, begin_step, max(1, num_timed))
+    return Graphed(meter.peak_bytes + replays[0].held_bytes, seconds)
+
+
+def _timed_steps(model: nn.Module, step: TrainingStep, begin_step: Callable[[], None], num_steps: int) -> float:
+    """The median time of some steps, from the beginning of forward to the end of backward."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seconds: list[float] = []
+    others: list[torch.Tensor] | None = None
+    for _ in range(num_steps):
+        begin_step()
         begin = _now(device)
-        for _ in range(max(1, num_timed)) if not replays[0].refusal else ():
-            begin_step()
-            _run(model, step)
-        seconds = (_now(device) - begin) / max(1, num_timed)
-    return Graphed(meter.peak_bytes + replays[0].held_bytes, seconds, replays[0].refusal)
+        others = _run(model, step, others)
+        seconds.append(_now(device) - begin)
+    return statistics.median(seconds) if seconds else 0.0
 
 
 def _gradients_on_host(model: nn.Module) -> list[torch.Tensor | None]:
@@ -210,7 +218,10 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _run(model: nn.Module, step: TrainingStep) -> None:
+def _run(model: nn.Module, step: TrainingStep, others: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Run forward and backward; returns the tensors of the user's that nobody registered and that backward reaches,
+    which are looked for where they are not known.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     kept = torch.empty(step.kept_bytes, dtype=torch.uint8, device=device)
     result = step.sample.call(model)
@@ -222,12 +233,15 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     del target
     if not step.keeps_result:
         del result
-    own = set(map(id, model.parameters()))
-    gradients = [(leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in own]
+    if others is None:
+        own = set(map(id, model.parameters()))
+        others = [leaf for leaf in leaves_behind(starts) if id(leaf) not in own]
+    gradients = [(leaf, leaf.grad) for leaf in others]
     torch.clear_autocast_cache()  # as where an autocast block ends, before backward, and never grows with trials
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-    for leaf, gradient in gradients:  # tensors of the user's that nobody registered
+    for leaf, gradient in gradients:
         leaf.grad = gradient
+    return others
 
 
 def _begin_step(model: nn.Module, step: TrainingStep, found: Look) -> None:

@@ -213,6 +213,7 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                is_replayed=settings.cuda_graphs is True,
             )
         except BaseException:
             if compiled is not None:
@@ -311,6 +312,8 @@ class _Trials:
         self._solutions: list[Solution | None] = []
         self._graphed: dict[int, Graphed] = {}
         """By the attempt's place, what became of replaying its steps as CUDA graphs."""
+        self._seconds: dict[int, float] = {}
+        """By the attempt's place, how long a trial step took."""
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
@@ -341,18 +344,18 @@ class _Trials:
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
             # A trial step has no optimizer's step, which would change the weights, and none of the state that is
-            # fetched for it: that it takes less than predicted says nothing.
-            peak_bytes = max(peak_bytes, solution.peak_bytes)
-        graphed = measured.graphed
-        if graphed is None:
-            return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
-        if settings.cuda_graphs == AUTO and not graphed.refusal and graphed.seconds >= measured.seconds:
-            graphed = replace(graphed, refusal="a trial showed that they are not faster")
-        self._graphed[len(self._solutions) - 1] = graphed
-        if graphed.refusal:
-            return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
-        peak_bytes = max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
-        return replace(found, peak_bytes=peak_bytes, seconds=graphed.seconds)
+            # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
+            # difference between both, and is not counted twice.
+            peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
+        seconds, graphed = measured.seconds, measured.graphed
+        if graphed is not None:
+            if settings.cuda_graphs == AUTO and not graphed.refusal and graphed.seconds >= seconds:
+                graphed = replace(graphed, refusal="a trial showed that they are not faster")
+            self._graphed[len(self._solutions) - 1] = graphed
+        if graphed is not None and not graphed.refusal:
+            seconds, peak_bytes = graphed.seconds, max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
+        self._seconds[len(self._solutions) - 1] = seconds
+        return replace(found, peak_bytes=peak_bytes, seconds=seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
         if attempt.again is not None:
@@ -372,6 +375,8 @@ class _Trials:
         priced = solution.on(corrected(self._chain, accept.more_bytes))
         if self._moving is not None:
             priced = counted(priced, self._moving)
+        else:
+            priced = self._as_timed(priced, self._seconds.get(accept.index))
         graphed = self._graphed.get(accept.index)
         refusal = "" if graphed is None else graphed.refusal
         notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
@@ -386,6 +391,16 @@ class _Trials:
             self._moving,
             uses_graphs=graphed is not None and not graphed.refusal,
         )
+
+    def _as_timed(self, solution: Solution, seconds: float | None) -> Solution:
+        """A schedule whose stages take as long together as in its trial step.
+
+        On CUDA what the host does for a schedule, besides launching kernels, is in no measured stage.
+        """
+        if not seconds or device_of(self._model).type != "cuda":
+            return solution
+        ratio = seconds / solution.seconds
+        return solution.on(solution.chain.with_times(lambda one: one * ratio, lambda one: one * ratio))
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
