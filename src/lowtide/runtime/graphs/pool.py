@@ -67,6 +67,7 @@ class Pool:
         torch._C._cuda_clearCublasWorkspaces()  # each stream has its own: those of the capture are the pool's
         segments = torch.cuda.memory_snapshot()
         self.reserved_bytes = sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self.handle)
+        torch.cuda.reset_peak_memory_stats(self.device)  # a capture allocates what no step does
 
     @property
     def is_busy(self) -> bool:

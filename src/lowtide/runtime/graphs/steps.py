@@ -215,7 +215,6 @@ class GraphedSteps:
             look.restore()
             generators.set(random)
         self._look = self._cells.look()
-        torch.cuda.reset_peak_memory_stats(self._execution.machine.device)  # a capture allocates what no step does
         return step
 
     def _refuse(self, reason: str) -> None:
@@ -254,7 +253,7 @@ class GraphedSteps:
             for leaf, gradient in zip(step.leaves, step.gradients, strict=True):
                 if _has_storage(leaf.grad, gradient.untyped_storage()._cdata):
                     assert leaf.grad is not None
-                    leaf.grad = leaf.grad.clone()
+                    leaf.grad.data = leaf.grad.data.clone()  # whoever has the gradient itself keeps it
 
 
 def _has_storage(tensor: torch.Tensor | None, address: int) -> bool:
