@@ -610,6 +610,25 @@ def test_updates_in_backward(base):
         assert_equal(train_simply(model, optimizer), expected)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused"])
+def test_updates_in_backward_beside_weights_that_stay(name, set_to_none):
+    """A weight that two stages have stays; its gradient is set to zero in one call with those that were used up."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        for x in batches(SHAPE, 3):
+            square_loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return noted(model, optimizer, 0)
+
+    expected = steps(plain := Tied(), OPTIMIZERS[name](plain.parameters()))
+    model = Tied()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with lowtide.attach(model, stepping_in_backward(recomputing(4)), optimizer=optimizer):
+        assert_equal(steps(model, optimizer), expected)
+
+
 def test_what_updates_in_backward_cannot_do():
     model, optimizer = model_and_optimizer()
     x = batches(SHAPE, 1)[0]
