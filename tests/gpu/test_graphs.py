@@ -369,6 +369,33 @@ def test_a_language_model_with_its_own_loss():
     assert all(map(torch.equal, run(planned=True), run(planned=False)))
 
 
+def test_compiled_blocks():
+    def run(*, graphs: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
+        model.cuda()
+        given = batches((512, 256), 6, device="cuda")
+        with lowtide.fit(
+            model, given[0], memory_budget="1GiB", bandwidth=0, compile_stages=True, variants=False, cuda_graphs=graphs
+        ) as plan:
+            found = loop(model, given)
+            if graphs:
+                assert num_replayed(plan) == 4, plan.notes
+        return found
+
+    assert all(map(torch.equal, run(graphs=True), run(graphs=False)))
+
+
+def test_a_plan_from_a_file(tmp_path):
+    expected = loop(model_on_gpu(), inputs())
+    model = model_on_gpu()
+    with lowtide.attach(model, recomputing(N)) as plan:
+        plan.save(tmp_path / "plan.json")
+    with lowtide.load_plan(tmp_path / "plan.json", model, cuda_graphs=True) as plan:
+        assert all(map(torch.equal, loop(model, inputs()), expected))
+        assert num_replayed(plan) == NUM_STEPS - 2
+
+
 @pytest.mark.parametrize("kind", ["recomputing", "offloading"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_awkward_models(row: Awkward, kind: str):
