@@ -162,7 +162,7 @@ def bench(
             row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
             row.pool_bytes = None if graphs is None else graphs.held_bytes
             row.recomputed, row.fit_seconds = stats.recomputed_per_step, fit_seconds
-            row.notes = [note for note in plan.notes if "CUDA graphs" in note]
+            row.notes = [note for note in plan.notes if "without CUDA graphs" in note]
             show(rows, row)
 
     planned("lowtide, everything stored", 2 * plain.peak_bytes, cuda_graphs=False)
