@@ -86,7 +86,7 @@ class Pool:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let the garbage collector free nothing meanwhile: to free a graph, or memory of another stream, ends a capture."""
+    """Keep the garbage collector from freeing a graph, or memory of another stream, which would end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
