@@ -48,12 +48,33 @@ class _Slab:
         return self.memory[offset : offset + num_bytes]
 
 
+class _Guard:
+    """The last copy up out of room that was given back since: whoever is given that room waits for it.
+
+    Copies up end in the order in which they were queued. To wait for the last of all of them would be enough, too, and
+    would let copies down wait for copies up throughout.
+    """
+
+    __slots__ = ("event", "number")
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.number = 0
+
+    def note(self, load: tuple[int, torch.cuda.Event] | None) -> None:
+        """Room that such a copy reads, or has read, is given back."""
+        if load is not None and load[0] > self.number:
+            self.number, self.event = load
+
+
 class _PinnedRegion:
-    """Room in a slab for some storages, and the last copy that reads or writes it."""
+    """Room in a slab for some storages, and the last copies that read or write it."""
 
-    __slots__ = ("last_copy", "num_bytes", "parts", "room")
+    __slots__ = ("_guard", "last_copy", "last_load", "num_bytes", "parts", "room")
 
-    def __init__(self, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
+    def __init__(self, guard: _Guard, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
+        self._guard = guard
+        self.last_load: tuple[int, torch.cuda.Event] | None = None
         self.room = room
         self.num_bytes = room.num_bytes
         self.parts: list[torch.Tensor] = []
@@ -62,6 +83,9 @@ class _PinnedRegion:
         for num_bytes in sizes:
             self.parts.append(slab.bytes_at(offset, num_bytes))
             offset += rounded(num_bytes)
+
+    def __del__(self) -> None:
+        self._guard.note(self.last_load)
 
 
 class _PinnedTicket:
@@ -102,9 +126,11 @@ class _PinnedMirror:
     Copies go through `host`, the same memory as the CPU sees it, so that copy engines do them.
     """
 
-    __slots__ = ("host", "last_copy", "tensor")
+    __slots__ = ("_guard", "host", "last_copy", "last_load", "tensor")
 
-    def __init__(self, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+    def __init__(self, guard: _Guard, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+        self._guard = guard
+        self.last_load: tuple[int, torch.cuda.Event] | None = None
         if not slab.is_pinned:
             raise ExecutionError(
                 "weights can only be moved to pinned host memory, and the system refuses to pin it; raise the limit of "
@@ -117,6 +143,9 @@ class _PinnedMirror:
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         self.tensor = empty.set_(memory.untyped_storage(), 0, like.shape, like.stride())
+
+    def __del__(self) -> None:
+        self._guard.note(self.last_load)
 
 
 class PinnedTier:
@@ -144,8 +173,8 @@ class PinnedTier:
         self._slabs = Pieces(partial(_Slab, progress), expected_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
-        # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
-        self._last_load: torch.cuda.Event | None = None
+        self._guard = _Guard()
+        self._num_loads = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -159,10 +188,10 @@ class PinnedTier:
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_PinnedRegion, _PinnedTicket]:
         """Queue copies of storages down."""
         sizes = [storage.nbytes() for storage in storages]
-        region = _PinnedRegion(*self._slabs.take(sum(map(rounded, sizes))), sizes)
+        region = _PinnedRegion(self._guard, *self._slabs.take(sum(map(rounded, sizes))), sizes)
         self.to_host.wait_stream(torch.cuda.current_stream(self._device))
-        if self._last_load is not None:
-            self.to_host.wait_event(self._last_load)
+        if self._guard.event is not None:
+            self.to_host.wait_event(self._guard.event)
         with torch.cuda.stream(self.to_host):
             for part, storage in zip(region.parts, storages, strict=True):
                 part.copy_(_bytes_of(storage), non_blocking=True)
@@ -178,8 +207,13 @@ class PinnedTier:
         with torch.cuda.stream(self.to_device):
             for tensor, part in zip(memory, region.parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
-            self._last_load = self.to_device.record_event()
-        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self._device)
+            event = self.to_device.record_event()
+        region.last_load = self._loaded(event)
+        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(event, self._device)
+
+    def _loaded(self, event: torch.cuda.Event) -> tuple[int, torch.cuda.Event]:
+        self._num_loads += 1
+        return self._num_loads, event
 
     def mirror(self, tensor: torch.Tensor) -> _PinnedMirror:
         """Make a place in pinned memory for a tensor without gaps."""
@@ -187,7 +221,7 @@ class PinnedTier:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self.to_host)
         current.wait_stream(self.to_device)
-        return _PinnedMirror(*self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
+        return _PinnedMirror(self._guard, *self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
 
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
         """Queue copies of tensors to their places, after all that the compute stream was given to do with either."""
@@ -204,16 +238,15 @@ class PinnedTier:
             for tensor, mirror in pairs:
                 _flat_bytes(tensor).copy_(mirror.host, non_blocking=True)
         ticket = self._copied(self.to_device, pairs)
-        self._last_load = ticket.event
+        load = self._loaded(ticket.event)
+        for _, mirror in pairs:
+            mirror.last_load = load
         return ticket
 
     def _wait_before(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for event in {mirror.last_copy for _, mirror in pairs if mirror.last_copy is not None}:
             stream.wait_event(event)
-        # Room that was given back may still be read by a copy up that was queued for its former owner.
-        if stream is self.to_host and self._last_load is not None:
-            stream.wait_event(self._last_load)
 
     def _copied(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
         event = stream.record_event()
