@@ -298,9 +298,10 @@ class _WatchedAccount(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._device_type or tensor.layout is not torch.strided or _has_no_memory(tensor):
+        if tensor.device.type != self._device_type or _has_no_memory(tensor):
             return
-        self._count(tensor.untyped_storage())
+        for part in (tensor,) if tensor.layout is torch.strided else _parts_of(tensor):
+            self._count(part.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -370,6 +371,17 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
         return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of torch.func's transforms
     fake = torch._subclasses.FakeTensor
     return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, fake) or torch._is_functional_tensor(tensor)
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What holds a sparse tensor, such as the gradient of an embedding; nothing for layouts of libraries."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _existing_tensors() -> Iterable[torch.Tensor]:

@@ -271,6 +271,7 @@ def test_state_that_leaves_in_the_passes_leaves_in_trial_steps():
         schedule = plan.schedule
         leaving = {op.value for op in schedule.operations[: schedule.operations.index(Backward(1))] if op in RELEASES}
         assert any(kind == "opt" for kind, _ in leaving & schedule.start.device)
+        assert "a trial step took" not in str(plan)
         train(plan.model, optimizer, batch(blocks, 500))
         stats = plan.stats()
         assert abs(stats.predicted_peak_bytes - stats.measured_peak_bytes) <= 2 * _NOTED_BYTES

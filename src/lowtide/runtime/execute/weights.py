@@ -563,7 +563,8 @@ class Weights:
 
     def has_gradients(self, k: int) -> bool:
         """Whether stage k has anything to update."""
-        return any(parameter.grad is not None for parameter in self.parameters.get(k, ()))
+        gradients = (parameter.grad for parameter in self.parameters.get(k, ()))
+        return any(gradient is not None and type(gradient) is not Spent for gradient in gradients)
 
     def end_update(self, k: int, *, are_gradients_changed: bool, spends_gradients: bool) -> None:
         """The weights and optimizer state of stage k are new; its gradients leave the device and stay readable, or are
