@@ -100,7 +100,7 @@ class Planned:
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
         self.tier.expect(needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
-        return Execution(
+        execution = Execution(
             model,
             self.split,
             schedule,
@@ -110,6 +110,9 @@ class Planned:
             optimizer=optimizer,
             is_trial=is_trial,
         )
+        if is_trial and self.moving is not None and execution.weights is not None:
+            execution.weights.stand_in(self.moving.state_bytes)
+        return execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +425,7 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.grads_resident,
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
-        frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
+        frozenset() if planned.moving is None else planned.moving.movable,
     )
     return rehearse(
         model,
