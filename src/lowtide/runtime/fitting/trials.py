@@ -34,9 +34,10 @@ from lowtide.runtime.fitting.planning import (
     TrialOutcome,
     next_attempt,
 )
-from lowtide.runtime.fitting.rehearsal import Rehearsal, TrainingStep, let_go, rehearse
+from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
+from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -84,6 +85,8 @@ class Planned:
     """Why no schedule stays within the budget, where this is the leanest."""
     moving: Moving | None = None
     """What weights are where they move."""
+    uses_graphs: bool = False
+    """Steps are to be replayed as CUDA graphs."""
 
     @property
     def chain(self) -> Chain:
@@ -97,7 +100,7 @@ class Planned:
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
         self.tier.expect(needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
-        return Execution(
+        execution = Execution(
             model,
             self.split,
             schedule,
@@ -107,6 +110,9 @@ class Planned:
             optimizer=optimizer,
             is_trial=is_trial,
         )
+        if is_trial and self.moving is not None and execution.weights is not None:
+            execution.weights.stand_in(self.moving.state_bytes)
+        return execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +152,9 @@ def plan_for(
     Raises:
         InfeasibleBudgetError: with the least of the budgets that work with either cuts.
     """
+    of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     with many_compilations() if settings.compilation is not None else nullcontext():
-        split, (chain, compiled) = measured_for(model, sample, settings)
+        split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
         try:
             return _planned_with(model, sample, split, chain, settings, after, goes_on=goes_on), compiled
         except BaseException as error:
@@ -159,7 +166,7 @@ def plan_for(
             message, least = str(error), error.minimum_bytes
     finer = replace(settings, finer_than=split.num_stages)
     try:
-        split, (chain, _) = measured_for(model, sample, finer)
+        split, (chain, _) = measured_for(model, sample, finer, of_kind)
         return _planned_with(model, sample, split, chain, finer, after, goes_on=goes_on), None
     except InfeasibleBudgetError as error:
         if error.minimum_bytes < least:
@@ -190,9 +197,12 @@ def _planned_with(
 
 
 def measured_for(
-    model: nn.Module, sample: Sample, settings: Settings
+    model: nn.Module, sample: Sample, settings: Settings, of_kind: dict[str, StageFigures] | None = None
 ) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
-    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
+    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place.
+
+    Stages of kinds that are in `of_kind` are not measured again; see `measure_split`.
+    """
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
@@ -214,6 +224,8 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                of_kind=of_kind,
+                is_replayed=settings.cuda_graphs is True,
             )
         except BaseException:
             if compiled is not None:
@@ -311,6 +323,10 @@ class _Trials:
         self._unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
         self._chain = replace(chain, base_bytes=chain.base_bytes + self._unknown_bytes)
         self._solutions: list[Solution | None] = []
+        self._graphed: dict[int, Graphed] = {}
+        """By the attempt's place, what became of replaying its steps as CUDA graphs."""
+        self._seconds: dict[int, float] = {}
+        """By the attempt's place, how long a trial step took."""
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
@@ -344,7 +360,15 @@ class _Trials:
             # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
             # difference between both, and is not counted twice.
             peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
-        return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
+        seconds, graphed = measured.seconds, measured.graphed
+        if graphed is not None:
+            if settings.cuda_graphs == AUTO and not graphed.refusal and graphed.seconds >= seconds:
+                graphed = replace(graphed, refusal="a trial showed that they are not faster")
+            self._graphed[len(self._solutions) - 1] = graphed
+        if graphed is not None and not graphed.refusal:
+            seconds, peak_bytes = graphed.seconds, max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
+        self._seconds[len(self._solutions) - 1] = seconds
+        return replace(found, peak_bytes=peak_bytes, seconds=seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
         if attempt.again is not None:
@@ -364,7 +388,11 @@ class _Trials:
         priced = solution.on(corrected(self._chain, accept.more_bytes))
         if self._moving is not None:
             priced = counted(priced, self._moving)
-        notes = (*self._notes, *accept.notes)
+        else:
+            priced = self._as_timed(priced, self._seconds.get(accept.index))
+        graphed = self._graphed.get(accept.index)
+        refusal = "" if graphed is None else graphed.refusal
+        notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
         return Planned(
             self._split,
             priced,
@@ -375,7 +403,18 @@ class _Trials:
             accept.more_bytes,
             accept.refusal,
             self._moving,
+            uses_graphs=graphed is not None and not graphed.refusal,
         )
+
+    def _as_timed(self, solution: Solution, seconds: float | None) -> Solution:
+        """A schedule whose stages take as long together as in its trial step.
+
+        On CUDA what the host does for a schedule, besides launching kernels, is in no measured stage.
+        """
+        if not seconds or device_of(self._model).type != "cuda":
+            return solution
+        ratio = seconds / solution.seconds
+        return solution.on(solution.chain.with_times(lambda one: one * ratio, lambda one: one * ratio))
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
@@ -386,9 +425,15 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.grads_resident,
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
-        frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
+        frozenset() if planned.moving is None else planned.moving.movable,
     )
-    return rehearse(model, step, lambda: planned.execution(model, settings, is_trial=True), num_timed=num_timed)
+    return rehearse(
+        model,
+        step,
+        lambda: planned.execution(model, settings, is_trial=True),
+        num_timed=num_timed,
+        with_graphs=settings.cuda_graphs is not False and planned.moving is None,
+    )
 
 
 def corrected(chain: Chain, more_bytes: int) -> Chain:

@@ -93,7 +93,7 @@ class _FileMirror:
         memory.untyped_storage().room = room  # type: ignore[attr-defined]  # given back when the last view of it dies
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
         storage = exclude(memory).untyped_storage()
-        self.tensor = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+        self.tensor = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape, like.stride())
 
 
 class FileTier:
@@ -178,6 +178,13 @@ class FileTier:
 
     def finish(self) -> None:
         """Whoever waited for a copy has waited until its end."""
+
+    def join(self) -> None:
+        """Wait until all copies have ended."""
+        self.finish()
+
+    def forget(self) -> None:
+        """Copies of a file are never captured."""
 
     def close(self) -> None:
         """End the threads; what is stored can no longer be read."""
