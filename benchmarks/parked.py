@@ -1,51 +1,311 @@
 """What it costs to keep weights, gradients and optimizer state on the host: time, peak and bits, beside plain training.
 
-    python -m benchmarks.parked --rows 4096 --width 1024 --depth 12
-    python -m benchmarks.parked --tiny
+    python -m benchmarks.parked                                    # blocks of an MLP on the CPU, whose host is a file
+    python -m benchmarks.parked --model 1b --device cuda --budgets 25% --autocast --clip --steps 10
+    python -m benchmarks.parked --model 7b --device cuda --budgets 24GiB 16GiB --dtype bfloat16
+    python -m benchmarks.parked --model 7b --device cuda --ways fsdp2 --dtype bfloat16
+    python -m benchmarks.parked --model tiny --dtype bfloat16
 
-Trains blocks of an MLP with AdamW, plainly and within shares of the memory that weights, gradients and state take; the
-budget counts everything. On the CPU the host is a mapped file.
+Trains a model with AdamW: plainly with its blocks recomputed, within budgets of device memory with lowtide, in both of
+its forms, and with FSDP2, which keeps everything on the host and steps there. A budget counts everything; "25%" is
+meant of what plain training takes. Every way begins with the same weights, and its bits are those of plain training or
+not, after all steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
+import statistics
 import time
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.runtime.execute import stepping
 from lowtide.runtime.meter import Meter
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, parse_bytes
 
-SHARES = (0.75, 0.5, 0.25)
-NUM_STEPS = 6
-
-
-def network(width: int, depth: int, device: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU()) for _ in range(depth)]
-    return nn.Sequential(*(nn.Sequential(*block, nn.Linear(4 * width, width)) for block in blocks)).to(device)
+# The first steps make the optimizer's state, and compare weights with their copies.
+_NUM_LEFT_OUT = 2
 
 
-def square(result: torch.Tensor) -> torch.Tensor:
-    return (result**2).mean()
+@dataclass(frozen=True)
+class Size:
+    """A model like Llama, and the tokens of a step."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    vocabulary: int
+    batch: int
+    length: int
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Seconds of a step, the first two left out, and a sum of all weights."""
-    begin = 0.0
-    for step in range(NUM_STEPS):
-        if step == 2:
-            begin = now(x.device)
-        square(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    seconds = (now(x.device) - begin) / (NUM_STEPS - 2)
-    return seconds, torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+SIZES = {
+    "7b": Size(32, 4096, 11008, 32, 32000, 8, 2048),
+    "1b": Size(20, 2048, 5632, 16, 32000, 8, 1024),
+    "tiny": Size(4, 64, 176, 4, 96, 2, 32),
+}
+
+
+class Block(nn.Module):
+    """Attention with rotated positions and a gated MLP, both normalised before."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, size.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """(batch, length, width) to the same."""
+        y, shape = self.norm1(x), (*x.shape[:2], self.heads, -1)
+        query, key, value = (of(y).view(shape).transpose(1, 2) for of in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(rotated(query, angles), rotated(key, angles), value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Llama(nn.Module):
+    """Predicts each next token; the result is the loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
+        self.half, self.recomputes = size.width // size.heads // 2, False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of predicting each token from those before it."""
+        frequencies = 10000.0 ** -(torch.arange(self.half, device=tokens.device) / self.half)
+        angles = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None] * frequencies
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = checkpoint(block, x, angles, use_reentrant=False) if self.recomputes else block(x, angles)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class MLP(nn.Module):
+    """Blocks of two linear layers; the result is a loss."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU()) for _ in range(depth)]
+        self.blocks = nn.Sequential(*(nn.Sequential(*block, nn.Linear(4 * width, width)) for block in blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean square of what the blocks make."""
+        return (self.blocks(x) ** 2).mean()
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one way trained."""
+
+    way: str
+    seconds: float
+    predicted_seconds: float
+    peak_bytes: int
+    predicted_bytes: int
+    budget_bytes: int
+    fit_seconds: float
+    bits: str
+    moved_bytes: int = 0
+
+
+class Bench:
+    """One model, trained in several ways.
+
+    Args:
+        given: the command line.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.device, self.dtype = torch.device(given.device), getattr(torch, given.dtype)
+        with Meter(self.device) as meter:
+            self.others = meter.live_bytes
+        begin = time.perf_counter()
+        self.model = self._made()
+        initialise(self.model)
+        num_parameters = sum(p.numel() for p in self.model.parameters())
+        print(f"{num_parameters / 1e9:.3f} G parameters, made in {time.perf_counter() - begin:.1f} s", flush=True)
+        self.expected: list[int] | None = None
+        self.plain_bytes = 0
+        self.rows: list[Row] = []
+
+    def _made(self) -> nn.Module:
+        given, size = self.given, SIZES.get(self.given.model)
+        with torch.device("meta"):
+            model = MLP(given.width, given.depth) if size is None else Llama(size)
+        return model.to(self.dtype).to_empty(device=self.device)
+
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        size = SIZES.get(self.given.model)
+        if size is None:
+            return torch.randn(self.given.rows, self.given.width, generator=generator).to(self.device, self.dtype)
+        shape = (size.batch, size.length + 1)
+        return torch.randint(size.vocabulary, shape, generator=generator).to(self.device)
+
+    def stages(self) -> list[str] | None:
+        """Whole blocks: half of the stages that fit would cut, which are solved for in a tenth of the time."""
+        is_cut = isinstance(self.model, Llama) and not self.given.finer
+        return ["embed", "blocks.*", "norm", "head"] if is_cut else None
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, torch.bfloat16) if self.given.autocast else nullcontext():
+            yield
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not self.given.foreach)
+
+    def train(self, optimizer: torch.optim.Optimizer, *, clips: bool) -> float:
+        """The median of the steps' seconds, the first ones left out."""
+        generator, seconds = torch.Generator().manual_seed(7), []
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+        for _ in range(self.given.steps):
+            x, begin = self.batch(generator), now(self.device)
+            with self.casting():
+                loss = self.model(x)
+            loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seconds.append(now(self.device) - begin)
+        print("  steps of " + ", ".join(f"{each:.3f}" for each in seconds) + f" s, loss {loss.item():.4f}", flush=True)
+        return statistics.median(seconds[min(_NUM_LEFT_OUT, len(seconds) - 1) :])
+
+    def plainly(self) -> None:
+        """Everything on the device, blocks recomputed."""
+        initialise(self.model)
+        optimizer = self.optimizer()
+        self.model.recomputes = True  # type: ignore[assignment]
+        with Meter(self.device) as meter:
+            seconds = self.train(optimizer, clips=self.given.clip)
+            self.plain_bytes = meter.peak_bytes - self.others
+        self.model.recomputes = False  # type: ignore[assignment]
+        self.expected = checksums(self.model, optimizer)
+        self.add(Row("plain, recomputed", seconds, 0.0, self.plain_bytes, 0, 0, 0.0, ""))
+
+    def within(self, budget: str, *, in_backward: bool) -> None:
+        """With lowtide."""
+        share = float(budget[:-1]) / 100 if budget.endswith("%") else None
+        num_bytes = self.others + (parse_bytes(budget) if share is None else int(share * self.plain_bytes))
+        initialise(self.model)
+        optimizer, begin = self.optimizer(), now(self.device)
+        name = f"{budget}{', in backward' if in_backward else ''}"
+        x = self.batch(torch.Generator().manual_seed(7))
+        try:
+            with self.casting():
+                plan = lowtide.fit(
+                    self.model,
+                    x,
+                    memory_budget=num_bytes,
+                    host_memory_budget=self.given.host,
+                    strategy="joint",
+                    optimizer=optimizer,
+                    step_in_backward=in_backward,
+                    keeps_result=False,
+                    stages=self.stages(),
+                    progress=said(),
+                )
+        except lowtide.LowtideError as error:
+            print(f"{name}: {error}", flush=True)
+            return
+        fit_seconds = now(self.device) - begin
+        print(plan, flush=True)
+        with plan:
+            with Meter(self.device) as meter:
+                seconds = self.train(optimizer, clips=self.given.clip and not in_backward)
+                peak_bytes = meter.peak_bytes - self.others
+            stats = plan.stats()
+            has_reference = self.expected is not None and not (in_backward and self.given.clip)
+            bits = "" if not has_reference else self.compared(optimizer)
+            self.add(
+                Row(
+                    name,
+                    seconds,
+                    stats.predicted_seconds or 0.0,
+                    peak_bytes,
+                    (stats.predicted_peak_bytes or 0) - self.others,
+                    num_bytes - self.others,
+                    fit_seconds,
+                    bits,
+                    int(stats.moved_bytes_per_step),
+                )
+            )
+
+    def compared(self, optimizer: torch.optim.Optimizer) -> str:
+        return "equal" if checksums(self.model, optimizer) == self.expected else "OTHER"
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(line(row), flush=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def line(row: Row) -> str:
+    figures = f"{row.seconds * 1e3:9.1f} ms (predicted {row.predicted_seconds * 1e3:9.1f})"
+    peaks = f"{format_bytes(row.peak_bytes):>10} (predicted {format_bytes(row.predicted_bytes):>10})"
+    return f"| {row.way:24} | {figures} | {peaks} | fit {row.fit_seconds:6.1f} s | {row.bits} |"
+
+
+def said() -> Callable[[str, float], None]:
+    """Prints each task once, with the time."""
+    begin, last = time.perf_counter(), [""]
+
+    def say(task: str, share: float) -> None:
+        if task != last[0]:
+            last[0] = task
+            print(f"  {time.perf_counter() - begin:6.1f} s {task}", flush=True)
+
+    return say
+
+
+def initialise(model: nn.Module) -> None:
+    """The same weights each time, wherever they are."""
+    seed = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            generator = torch.Generator(parameter.device).manual_seed(seed := seed + 1)
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def checksums(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Sums of the bits of each weight and each tensor of its state."""
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [v for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
+    kinds: Mapping[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [int(t.view(kinds[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
 
 
 def now(device: torch.device) -> float:
@@ -54,56 +314,81 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def measured(make: Any, x: torch.Tensor, share: float | None) -> tuple[float, int, torch.Tensor, Any]:
-    """A step's seconds and peak, the weights, and the plan; None as a share: plainly."""
-    gc.collect()
-    with Meter(x.device) as meter:
-        others = meter.live_bytes
-    model = make()
-    resident = 4 * sum(parameter.nbytes for parameter in model.parameters())
-    optimizer, plan = torch.optim.AdamW(model.parameters(), lr=1e-3), None
-    if share is not None:
-        budget = others + int(share * resident)
-        plan = lowtide.fit(model, x, memory_budget=budget, strategy="joint", optimizer=optimizer, loss=square)
-    with Meter(x.device) as meter:
-        square(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        peak = meter.peak_bytes - others
-    seconds, weights = train(model, optimizer, x)
-    if plan is not None:
-        plan.detach()
-    return seconds, peak, weights, plan
+def with_fsdp2(given: argparse.Namespace) -> Row:
+    """FSDP2 on one device, with its `CPUOffloadPolicy`: weights, gradients and state on the host, stepped there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "WORLD_SIZE": "1"})
+    device, dtype, size = torch.device(given.device), getattr(torch, given.dtype), SIZES[given.model]
+    mesh = init_device_mesh(device.type, (1,))
+    with torch.device("meta"):
+        model = Llama(size).to(dtype)
+    model.recomputes = True
+    casts = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if given.autocast else MixedPrecisionPolicy()
+    settings = {"mesh": mesh, "mp_policy": casts, "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local()
+            local.copy_(torch.randn(local.shape, device=device, dtype=dtype) * 0.02)
+    optimizer, seconds = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), []
+    generator = torch.Generator().manual_seed(7)
+    with Meter(device) as meter:
+        for _ in range(given.steps):
+            x = torch.randint(size.vocabulary, (size.batch, size.length + 1), generator=generator).to(device)
+            begin = now(device)
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(now(device) - begin)
+        peak_bytes = meter.peak_bytes
+    torch.distributed.destroy_process_group()
+    print("  steps of " + ", ".join(f"{each:.3f}" for each in seconds) + " s", flush=True)
+    return Row("FSDP2, CPU offload", statistics.median(seconds[1:] or seconds), 0.0, peak_bytes, 0, 0, 0.0, "")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mlp", choices=["mlp", *SIZES])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--ways", nargs="+", default=["plain", "default", "in-backward"])
+    parser.add_argument("--budgets", nargs="+", default=["75%", "50%"])
+    parser.add_argument("--host", help="bytes of host memory; default: what is free, minus a reserve")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--clip", action="store_true", help="clip gradients by their norm")
+    parser.add_argument("--foreach", action="store_true", help="AdamW's foreach form, not the fused one")
+    parser.add_argument("--finer", action="store_true", help="let fit cut inside blocks")
+    parser.add_argument("--rows", type=int, default=1024, help="of the MLP")
+    parser.add_argument("--width", type=int, default=512, help="of the MLP")
+    parser.add_argument("--depth", type=int, default=12, help="of the MLP")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args()
-    rows, width, depth = (32, 64, 4) if given.tiny else (given.rows, given.width, given.depth)
-    x = torch.randn(rows, width, device=given.device)
-
-    def make() -> nn.Module:
-        return network(width, depth, given.device)
-
-    seconds, peak, expected, _ = measured(make, x, None)
-    print(f"{'way':22} {'a step':>10} {'predicted':>10} {'peak':>12} {'bits':>6}")
-    print(f"{'plain':22} {seconds * 1e3:8.1f}ms {'':>10} {format_bytes(peak):>12}")
-    for share in SHARES:
-        name = f"{share:.0%} of the resident"
-        try:
-            seconds, peak, weights, plan = measured(make, x, share)
-        except lowtide.LowtideError as error:
-            print(f"{name:22} {error}")
-            continue
-        same = "equal" if torch.equal(weights, expected) else "OTHER"
-        predicted = plan.stats().predicted_seconds
-        figures = f"{seconds * 1e3:8.1f}ms {predicted * 1e3:8.1f}ms {format_bytes(peak):>12} {same:>6}"
-        print(f"{name:22} {figures} {plan.schedule.strategy}")
+    given = parsed()
+    stepping.CUDA_IS_ALLOWED = True
+    rows = [with_fsdp2(given)] if "fsdp2" in given.ways else []
+    for row in rows:
+        print(line(row), flush=True)
+    if given.ways != ["fsdp2"]:
+        bench = Bench(given)
+        if "plain" in given.ways:
+            bench.plainly()
+        for budget in given.budgets:
+            for way in [way for way in given.ways if way in ("default", "in-backward")]:
+                bench.within(budget, in_backward=way == "in-backward")
+        rows += bench.rows
+    for row in rows:
+        print(line(row))
+    if given.json is not None:
+        given.json.write_text(json.dumps({"given": vars(given) | {"json": ""}, "rows": [asdict(r) for r in rows]}))
 
 
 if __name__ == "__main__":

@@ -188,3 +188,22 @@ def test_a_lazy_module_that_has_no_shape_yet_does_not_count() -> None:
     with Meter("cpu") as meter:
         assert meter.live_bytes >= 0
     assert torch.nn.parameter.is_lazy(lazy.weight)
+
+
+def test_sparse_tensors_count():
+    dense = torch.eye(100)
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        with Meter("cpu") as meter:
+            copy = sparse.clone()
+        assert meter.live_bytes - meter.start_bytes >= 4 * 100 + 8 * 200  # values and indices
+        with Meter("cpu") as again:
+            pass
+        assert again.start_bytes == meter.live_bytes
+        del copy
+
+
+def test_the_gradient_of_a_sparse_embedding_counts():
+    embedding, numbers = torch.nn.Embedding(10, 64, sparse=True), torch.zeros(50, dtype=torch.long)
+    with Meter("cpu") as meter:
+        embedding(numbers).sum().backward()
+    assert meter.live_bytes - meter.start_bytes == 50 * 64 * 4 + 50 * 8

@@ -16,7 +16,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import TracebackType
@@ -26,6 +26,8 @@ import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_iter
@@ -149,10 +151,10 @@ class StepMeter:
     """The peak of all live tensors on the CPU from `open` to `close`, which need not nest with blocks of the user's.
 
     A step of training begins inside the model and ends in the user's loop. So this one stays out of the way: where a
-    meter is open already, it reads that one's figures; where another mode of the user's is, which may end before this
-    one does, or where a hook of a backward runs, it counts nothing; and where a mode was opened since and is still
-    there, or where it is closed in a backward or by another thread, its own mode stays behind, does nothing, and goes
-    when a meter of the thread next opens or closes.
+    meter is open already, it reads that one's figures; its own mode goes below those of the user's, which may end
+    before it does; where a hook of a backward runs, or torch traces, it counts nothing; and where a mode was opened
+    since and is still there, or where it is closed in a backward or by another thread, its own mode stays behind, does
+    nothing, and goes when a meter of the thread next opens or closes.
     """
 
     def __init__(self) -> None:
@@ -166,21 +168,36 @@ class StepMeter:
         return self._account is not None
 
     def open(self) -> int | None:
-        """Begin to count; returns the live bytes now, or None where that is not possible."""
-        self.close()
-        if _is_in_backward():
-            return None
+        """Begin to count; returns the live bytes now, or None where that is not possible.
+
+        Where it counts already it goes on with what it knows: a graph that is still to be run backward holds tensors
+        that are nowhere in Python.
+        """
         modes = _get_current_dispatch_mode_stack()
+        if self._account is None or _is_in_backward() or not any(mode is self._account for mode in modes):
+            self.close()
+            if _is_in_backward() or not self._begin(_get_current_dispatch_mode_stack()):
+                return None
+        assert self._account is not None
+        self._peak[0] = self._account.live_bytes()
+        return self._peak[0]
+
+    def _begin(self, modes: list[TorchDispatchMode]) -> bool:
         leader = next((mode for mode in reversed(modes) if isinstance(mode, _WatchedAccount) and mode.counts_all), None)
-        if leader is None and modes:
-            return None
+        if leader is None and _has_tracer(modes):
+            return False
         self._is_own = leader is None
         self._account = leader or _WatchedAccount("cpu", search=True)
         if self._is_own:
-            self._account.open()
-        self._peak = [self._account.live_bytes()]
+            self._account.open(below=modes)
+        self._peak = [0]
         self._account.followers.append(self._peak)
-        return self._peak[0]
+        return True
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak so far; None where it is not open."""
+        return None if self._account is None else self._peak[0]
 
     def close(self) -> int | None:
         """Count no longer; returns the peak, or None where it was not open."""
@@ -248,23 +265,37 @@ class _WatchedAccount(TorchDispatchMode):
         self.followers: list[list[int]] = []
         """Peaks of others, each in a list of its own."""
         self.is_open = False
+        self.is_below = False
+        """Whether it was put below modes that were there before, which nobody need end before it."""
 
     @property
     def counts_all(self) -> bool:
         """Whether it is open, and knows all tensors that the CPU holds."""
         return self.is_open and self._search and self._device_type == "cpu"
 
-    def open(self) -> None:
+    def open(self, below: Sequence[TorchDispatchMode] = ()) -> None:
         self.is_open = True
         for tensor in _existing_tensors() if self._search else ():
             self.see(tensor)
         self.reset_peak()
         _watch_resize(self._resized)
-        super().__enter__()
+        self.is_below = bool(below)
+        if self.is_below:  # the flags that entering sets, and puts back in order, are set by those above
+            with _lifted(below):
+                _push_mode(self)
+        else:
+            super().__enter__()
 
     def close(self) -> None:
         self.end()
-        super().__exit__(None, None, None)
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the stack of modes, at whose top it is."""
+        if self.is_below:
+            _pop_mode()
+        else:
+            super().__exit__(None, None, None)
 
     def end(self) -> None:
         """Count no longer; the mode itself may still be under others, or on another thread's stack."""
@@ -293,9 +324,10 @@ class _WatchedAccount(TorchDispatchMode):
         return out
 
     def see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._device_type or tensor.layout is not torch.strided or _has_no_memory(tensor):
+        if tensor.device.type != self._device_type or _has_no_memory(tensor):
             return
-        self._count(tensor.untyped_storage())
+        for part in (tensor,) if tensor.layout is torch.strided else _parts_of(tensor):
+            self._count(part.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
@@ -331,12 +363,32 @@ def _is_in_backward() -> bool:
 
 
 def _remove_ended() -> None:
-    """Take modes of meters that have ended off this thread's stack, as far as they are on top of it."""
-    if _is_in_backward():
-        return
+    """Take modes of meters that have ended off this thread's stack, unless others stand in the way."""
     modes = _get_current_dispatch_mode_stack()
-    while modes and isinstance(modes[-1], _WatchedAccount) and not modes[-1].is_open:
-        modes.pop().__exit__(None, None, None)
+    if _is_in_backward() or _has_tracer(modes):
+        return
+    for index, mode in reversed(list(enumerate(modes))):
+        if isinstance(mode, _WatchedAccount) and not mode.is_open and (mode.is_below or index == len(modes) - 1):
+            del modes[index]
+            with _lifted(modes[index:]):
+                mode.leave()
+
+
+def _has_tracer(modes: Iterable[TorchDispatchMode]) -> bool:
+    """Whether torch's own modes are among them, for tensors that stand for others."""
+    return any(mode.is_infra_mode() for mode in modes)
+
+
+@contextmanager
+def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Take modes off the top of this thread's stack for a moment."""
+    for _ in modes:
+        _pop_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            _push_mode(mode)
 
 
 def _has_no_memory(tensor: torch.Tensor) -> bool:
@@ -345,6 +397,17 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
         return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of torch.func's transforms
     fake = torch._subclasses.FakeTensor
     return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, fake) or torch._is_functional_tensor(tensor)
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What holds a sparse tensor, such as the gradient of an embedding; nothing for layouts of libraries."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _existing_tensors() -> Iterable[torch.Tensor]:

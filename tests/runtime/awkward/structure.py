@@ -357,6 +357,34 @@ class CustomFunctions(nn.Module):
         return self.head(self.third(Squared.apply(self.second(x))))
 
 
+class Reversible(torch.autograd.Function):
+    """Calls a module, saves no more than its own result, and calls the module again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: nn.Module, *parameters: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        ctx.inner = inner
+        ctx.save_for_backward(second)
+        return torch.cat([first + inner(second), second], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        first, second = grad.chunk(2, -1)
+        with torch.enable_grad():
+            given = ctx.saved_tensors[0].detach().requires_grad_()
+            gradients = torch.autograd.grad(ctx.inner(given), [given, *ctx.inner.parameters()], first)
+        return torch.cat([first, second + gradients[0]], -1), None, *gradients[1:]
+
+
+class ReversibleBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH // 2), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversible.apply(x, self.inner, *self.inner.parameters()).roll(WIDTH // 2, -1)
+
+
 def hooked() -> nn.Module:
     """Full backward hooks, on a part and on the whole: each is a function around its module."""
     model = Transformerlike()

@@ -219,6 +219,12 @@ STRUCTURE = [
     ),
     Awkward("block called for parts", stack(structure.InParts), (8, structure.WIDTH)),
     Awkward("autograd functions between blocks", structure.CustomFunctions, (4, 8)),
+    Awkward(
+        "autograd functions that call modules",
+        lambda: nn.Sequential(*(structure.ReversibleBlock() for _ in range(4))),
+        (4, structure.WIDTH),
+        num_stages=3,
+    ),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
     Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),

@@ -39,8 +39,9 @@ def blocks() -> nn.Sequential:
 
 
 def data() -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randn(5, WIDTH, generator=generator) for _ in range(NUM_STEPS))
+    """Batches on torch's default device, which tests on a GPU set."""
+    generator, device = torch.Generator("cpu").manual_seed(1), torch.get_default_device()
+    return (torch.randn(5, WIDTH, generator=generator, device="cpu").to(device) for _ in range(NUM_STEPS))
 
 
 def sums(tensors: Any) -> list[float]:

@@ -610,6 +610,60 @@ def test_updates_in_backward(base):
         assert_equal(train_simply(model, optimizer), expected)
 
 
+def test_a_gradient_that_is_complete_after_the_backward_of_its_stage():
+    """A penalty that is computed before the forward comes last in backward."""
+
+    def train_with_penalty(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        seed_all(5)
+        for x in batches(SHAPE, 3):
+            penalty = sum(parameter.square().sum() for parameter in list(model.parameters())[::2])
+            (square_loss(model(x)) + 0.1 * penalty).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return noted(model, optimizer, 0)
+
+    expected = train_with_penalty(*model_and_optimizer())
+    model, optimizer = model_and_optimizer()
+    with lowtide.attach(model, stepping_in_backward(storing(N)), optimizer=optimizer):
+        assert_equal(train_with_penalty(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("what", ["weights of stage 1", "settings of the optimizer"])
+def test_changes_between_updates_in_backward_and_the_step_are_refused(what):
+    model, optimizer = model_and_optimizer()
+    x = batches(SHAPE, 1)[0]
+    with lowtide.attach(model, stepping_in_backward(storing(N)), optimizer=optimizer):
+        square_loss(model(x)).backward()
+        if "weights" in what:
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+        else:
+            optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(ExecutionError, match=f"{what}.* changed between backward and optimizer.step"):
+            optimizer.step()
+        square_loss(model(x)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "adamw fused"])
+def test_updates_in_backward_beside_weights_that_stay(name, set_to_none):
+    """A weight that two stages have stays; its gradient is set to zero in one call with those that were used up."""
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        for x in batches(SHAPE, 3):
+            square_loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        return noted(model, optimizer, 0)
+
+    expected = steps(plain := Tied(), OPTIMIZERS[name](plain.parameters()))
+    model = Tied()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with lowtide.attach(model, stepping_in_backward(recomputing(4)), optimizer=optimizer):
+        assert_equal(steps(model, optimizer), expected)
+
+
 def test_what_updates_in_backward_cannot_do():
     model, optimizer = model_and_optimizer()
     x = batches(SHAPE, 1)[0]

@@ -165,6 +165,17 @@ def test_it_says_what_lives_where():
     assert "-" not in text.split("at peak")[1].split("on host")[0]  # nothing is negative
 
 
+def test_the_least_budget_that_is_named_works():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(256, 64)
+    asked = {"optimizer": optimizer, "strategy": "joint", "bandwidth": LINK}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1, **asked)
+    gc.collect()
+    lowtide.fit(model, x, memory_budget=caught.value.minimum_bytes + _NOTED_BYTES, **asked)  # what is left of the first
+
+
 def test_a_host_budget_is_refused_with_the_least_that_works():
     own_bytes = resident_bytes(blocks) // 2
     with pytest.raises(InfeasibleBudgetError, match="host_memory_budget 97") as caught:

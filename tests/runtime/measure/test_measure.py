@@ -118,6 +118,17 @@ def test_what_a_forward_saves_does_not_count_among_its_extra_bytes_too() -> None
         assert stage.forward_extra_bytes - 2 * output == 2 * hidden - output  # both, with no output yet
 
 
+def test_the_argument_of_the_call_before_a_stage_is_not_counted_in_it() -> None:
+    """The call has returned by then, and nothing holds what it was called with."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 1))
+    chain = lowtide.measure(model, torch.randn(512, 64), stages=["0", "3", "4"])
+    assert [stage.name for stage in chain.stages] == ["0", "1..2", "3", "4"]
+    result_bytes = 2 * 512 * 4  # the result and its gradient, which the caller has
+    assert chain.stage(2).forward_extra_bytes == chain.stage(2).output_bytes + result_bytes
+    assert chain.stage(3).forward_extra_bytes == result_bytes
+    assert chain.stage(4).forward_extra_bytes == 0
+
+
 def test_the_leanest_schedule_takes_what_was_predicted() -> None:
     torch.manual_seed(0)
     model, x = mlp(8), torch.randn(256, 16)

@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.runtime.training import above_the_least
 from torch import nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_in_torch_dispatch_mode,
+)
 
 import lowtide
 from lowtide import Backward, Forward
@@ -273,6 +278,22 @@ def test_what_the_loop_keeps_counts():
     with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
         peaks_of([lambda: model(x)] * 3, optimizer)
     del average
+
+
+def test_what_an_aborted_backward_leaves_is_freed():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, 1.6, optimizer=optimizer, loss=square)
+    before = peaks_of([lambda: model(x)] * 6, optimizer)
+    hook = model[6][0].weight.register_hook(lambda _: 1 / 0)
+    with Meter("cpu") as meter:  # from before the abort: what autograd's engine keeps is nowhere in Python
+        with pytest.raises(ZeroDivisionError):
+            square(model(x)).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        meter.reset_peak()
+        peaks_of([lambda: model(x)], optimizer)
+    assert meter.peak_bytes <= max(before)
 
 
 def test_a_plan_is_kept_where_the_leanest_would_take_more():
@@ -541,9 +562,57 @@ def test_a_meter_of_steps_stays_out_of_the_way():
         del another
     steps.close()
     assert not torch._C._len_torch_dispatch_stack()
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with torch._subclasses.FakeTensorMode():
         assert steps.open() is None
     del kept
+
+
+class Dispatching(TorchDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_meter_of_steps_counts_below_the_modes_of_others():
+    steps, first = StepMeter(), Dispatching()
+    with first, Dispatching() as second:
+        begin = steps.open()
+        kept = torch.zeros(1000)
+        assert _get_current_dispatch_mode_stack()[1:] == [first, second]
+    another = torch.zeros(3000)
+    assert steps.close() == begin + kept.nbytes + another.nbytes
+    assert not torch._C._len_torch_dispatch_stack()
+    with first:
+        for _ in range(2):
+            steps.open()
+            assert len(_get_current_dispatch_mode_stack()) == 2
+            steps.close()
+        assert _get_current_dispatch_mode_stack() == [first]
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_a_step_that_takes_more_is_seen_under_a_mode_of_the_users():
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fitted(model, x, optimizer=optimizer, loss=square)
+
+    def train() -> None:
+        for _ in range(2):
+            square(model(x).repeat(4, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with Dispatching(), pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        train()
+
+
+def test_a_meter_that_begins_a_step_within_another_knows_what_its_graph_holds():
+    steps, x = StepMeter(), torch.zeros(1000, requires_grad=True)
+    begin = steps.open()
+    loss = x.exp().sum()  # the graph alone holds the result of exp
+    assert steps.open() == begin + x.nbytes + loss.nbytes
+    assert steps.close() == begin + x.nbytes + loss.nbytes
 
 
 @pytest.mark.parametrize("where", ["in backward", "another thread"])

@@ -6,7 +6,9 @@ import gc
 import random
 import weakref
 from argparse import Namespace
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -223,3 +225,32 @@ def test_planning_leaves_settings_in_objects_as_they_are(kind):
     for block, former in zip(model, progress, strict=True):
         assert block.progress is former
         assert vars(former) == {"num_calls": 0, "parts": []}
+
+
+class Collector:
+    """Of results that hooks see: all of them, by name, and their number."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+        self.named: dict[str, list[torch.Tensor]] = {"block": []}
+        self.count = 0
+
+    def see(self, module: nn.Module, args: object, result: torch.Tensor) -> None:
+        self.results.append(result)
+        self.named["block"].append(result)
+        self.named.setdefault("new", [])
+        self.count += 1
+
+
+def test_planning_leaves_nothing_in_what_hooks_fill():
+    model, collector, results, kept = deep(), Collector(), deque(), torch.ones(2)
+    results.append(kept)
+    model[1].register_forward_hook(collector.see)
+    model[2].register_forward_hook(lambda module, args, result: results.append(result))
+    model[3].register_forward_hook(partial(lambda found, module, args, result: found.update(x=result), found := {}))
+    lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS)
+    assert len(results) == 1
+    assert results[0] is kept
+    assert (collector.results, collector.named, collector.count, found) == ([], {"block": []}, 0, {})
+    model(torch.zeros(SHAPE)).sum().backward()
+    assert (len(results), collector.count, len(collector.results), *found) == (2, 1, 1, "x")

@@ -64,9 +64,9 @@ def test_the_garbage_collector_may_give_room_back_while_some_is_taken():
 
 def test_pieces_are_made_as_they_are_needed_up_to_a_limit():
     pieces = Pieces(SimplePiece, 4 * 512, 2 * 512, limit_bytes=7 * 512)
-    pieces.make_first()
+    rooms = [pieces.take(3 * 512)]
     assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512]
-    rooms = [pieces.take(3 * 512), pieces.take(512), pieces.take(512)]
+    rooms += [pieces.take(512), pieces.take(512)]
     assert [pieces.made.index(piece) for piece, _ in rooms] == [0, 0, 1]
     assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512, 2 * 512]
     rooms.append(pieces.take(512))
@@ -76,6 +76,23 @@ def test_pieces_are_made_as_they_are_needed_up_to_a_limit():
         pieces.take(512)
     del rooms[0]
     assert pieces.take(1024)[0] is pieces.made[0]
+
+
+def test_a_piece_serves_one_schedule_after_the_other():
+    pieces = Pieces(SimplePiece, 4 * 512, 512, limit_bytes=9 * 512)
+    rooms = [pieces.take(512)]
+    first = pieces.made[0]
+    rooms.clear()
+    pieces.expect(3 * 512)
+    rooms.append(pieces.take(512))
+    assert pieces.made == [first]  # it has room
+    pieces.expect(4 * 512)
+    rooms.append(pieces.take(512))
+    assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512, 4 * 512]  # the first one is in use
+    rooms.clear()
+    pieces.expect(9 * 512)
+    rooms.append(pieces.take(9 * 512))
+    assert [piece.arena.capacity_bytes for piece in pieces.made] == [9 * 512]
 
 
 def test_views_of_one_storage_move_once_and_come_back_as_they_were():

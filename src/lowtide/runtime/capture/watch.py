@@ -25,6 +25,7 @@ from lowtide.errors import CaptureError, LowtideError, SampleError
 from lowtide.runtime.capture.operations import is_weight_cast, signature_of
 from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled
+from lowtide.runtime.model.functions import functions_handed_to
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample, tensors_in
 from lowtide.runtime.state.preserve import preserved
@@ -114,6 +115,7 @@ def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = 
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_patched(model, watcher))
         stack.enter_context(_checkpoint_alarm(watcher))
+        stack.enter_context(functions_handed_to(watcher.call_function))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack))
         stack.enter_context(watcher)
@@ -218,6 +220,8 @@ class _Watcher(TorchDispatchMode):
         self._clock = 0
         self._stack: list[int] = []
         self._num_calls: dict[str, int] = {}
+        self.is_in_function = False
+        """Whether a custom autograd function runs."""
         names: dict[int, list[str]] = {}
         for role, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
@@ -274,6 +278,14 @@ class _Watcher(TorchDispatchMode):
         if parametrize._cache_enabled and ".parametrizations." in f".{path}.":
             self.observation.cached = path
         return call
+
+    def call_function(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom autograd function is applied: it is one operation, whatever modules it calls."""
+        self.is_in_function = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.is_in_function = False
 
     def pass_by(self, path: str) -> None:
         """A submodule is called where nothing can be cut; it counts among its calls."""
@@ -441,7 +453,8 @@ class _ReportingLayer(Layer):
         self._watcher = watcher
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():  # in vmap, say: one call of many, on tensors that are none
+        # In vmap, say: one call of many, on tensors that are none. In a custom function: it saves what it chooses.
+        if torch._C._are_functorch_transforms_active() or self._watcher.is_in_function:
             self._watcher.pass_by(self._path)
             return self.pass_on(*args, **kwargs)
         record = self._watcher.enter(self._path, self._is_opaque, (args, kwargs))

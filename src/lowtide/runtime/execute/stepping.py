@@ -20,8 +20,9 @@ from torch import nn
 
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
-from lowtide.runtime.execute.weights import Weights, has_other_names, is_whole
+from lowtide.runtime.execute.weights import Spent, Weights, has_other_names, is_whole
 from lowtide.runtime.model.split import Split
+from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Update
 
@@ -125,6 +126,8 @@ class StagedSteps:
         self._num_states = len(self._optimizer.state)
         self._is_stepping = False
         self._awaits_step = False  # whether backward has updated weights, and the user has not called the step yet
+        self._used: list[dict[str, Any]] = []  # the groups' settings in the last update in backward
+        self._versions: dict[int, list[int]] = {}  # of the weights of a stage, after its update in backward
         self._loading: Any = None
         self._ending: Callable[[], Any] = lambda: None
 
@@ -168,7 +171,9 @@ class StagedSteps:
         try:
             args, kwargs = _after_closure(args, kwargs)
             self._weights.change()
-            self._awaits_step = False
+            if self._awaits_step:
+                self._awaits_step = False
+                self._check_same_since_backward()
             with _without_hooks(self._optimizer):
                 for operation in self._placement.updates:
                     if isinstance(operation, Update):
@@ -176,6 +181,10 @@ class StagedSteps:
                     else:
                         assert not hasattr(operation, "save")
                         self._weights.execute(operation)  # type: ignore[arg-type]
+                if self._placement.steps_in_backward:
+                    # What else reads a weight (a penalty from before the forward) may complete its gradient too late.
+                    for k in filter(self._weights.has_gradients, self._weights.parameters):
+                        self._update(k, plain, args, kwargs)
                 rest = {id(p) for group in self._optimizer.param_groups for p in group["params"]} - self._moved
                 with _restricted(self._optimizer, rest):
                     result = plain(self._optimizer, *args, **kwargs)
@@ -191,6 +200,22 @@ class StagedSteps:
         self._awaits_step = True
         with _without_hooks(self._optimizer):
             self._update(k, _plain_step(self._optimizer), (), {})
+        self._used = _settings_of(self._optimizer)
+        self._versions[k] = versions_of(self._weights.parameters.get(k, ()))
+
+    def _check_same_since_backward(self) -> None:
+        """Refuse what was done between backward and the step, and would have been of effect there."""
+        what = "" if _settings_of(self._optimizer) == self._used else "settings of the optimizer (such as lr)"
+        for k, versions in self._versions.items():
+            if versions_of(self._weights.parameters.get(k, ())) != versions:
+                what = f"weights of stage {k}"
+        self._versions.clear()
+        if what:
+            raise ExecutionError(
+                f"{what} were changed between backward and optimizer.step(), but step_in_backward=True has updated "
+                "weights in backward already; change them before backward or after the step, or use "
+                "step_in_backward=False"
+            )
 
     def leave_out_update(self, k: int) -> None:
         """As an update in backward without the optimizer's step."""
@@ -199,7 +224,7 @@ class StagedSteps:
             self._weights.end_update(k, are_gradients_changed=False, spends_gradients=True)
 
     def _update(self, k: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = {id(parameter) for parameter in self._weights.parameters.get(k, ())}
+        own = {id(parameter) for parameter in self._weights.parameters.get(k, ()) if type(parameter.grad) is not Spent}
         if not own:
             return
         has_gradients = self._weights.has_gradients(k)
@@ -242,6 +267,15 @@ class StagedSteps:
             else value
             for name, value in values.items()
         }
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of the groups, to be compared: those that are tensors as numbers."""
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        | {"params": len(group["params"])}
+        for group in optimizer.param_groups
+    ]
 
 
 @contextmanager

@@ -37,6 +37,9 @@ MANAGED = ("w", "g", "opt")
 # then on in turn.
 _NUM_COMPARED = 2
 
+# How many integers are compared at a time: on CUDA each takes a byte of device memory meanwhile.
+_NUM_COMPARED_AT_ONCE = 2**20
+
 
 def _num_names(storage: torch.UntypedStorage) -> int:
     """How many tensors have this memory."""
@@ -70,6 +73,18 @@ def is_whole(tensor: torch.Tensor) -> bool:
 def _has_gaps(tensor: torch.Tensor) -> bool:
     """Whether a tensor's strides are not those of a copy of it."""
     return not tensor.is_contiguous() and tensor.stride() != torch.empty_like(tensor, device="meta").stride()
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and without gaps hold the same; NaN is equal to itself."""
+    parts = (_words_of(tensor).split(_NUM_COMPARED_AT_ONCE) for tensor in (one, other))
+    return all(map(torch.equal, *parts))
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as integers, eight bytes each where that is possible."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
 
 
 class _ChangedInStageError(Exception):
@@ -138,7 +153,8 @@ class _Item:
         like = self.mirror.tensor
         if self.storage is None:
             self.storage = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device).untyped_storage()
-        self.storage.resize_(like.nbytes)
+        elif self.storage.nbytes() != like.nbytes:  # resizing takes other memory, also to the size that there is
+            self.storage.resize_(like.nbytes)
         return torch.empty(0, dtype=like.dtype, device=like.device).set_(self.storage, 0, like.shape, like.stride())
 
     def go_home(self) -> None:
@@ -219,6 +235,11 @@ class Parked:
     def forget(self) -> None:
         """Hold no memory of the user's any more."""
         self._items.clear()
+
+    def give_up_places(self) -> None:
+        """Hold no room on the lower tier any more, either: other schedules need it."""
+        self.forget()
+        self._places.clear()
 
     @property
     def items(self) -> Collection[_Item]:
@@ -303,7 +324,7 @@ class Parked:
             self._num_compared += 1
             self._wait_for_leaving()
             pairs = [(item.tensor, item.mirror) for item in current if item.mirror is not None]
-            changed = [tensor for tensor, mirror in pairs if not torch.equal(tensor.data, mirror.tensor)]
+            changed = [tensor for tensor, mirror in pairs if not _have_same_bits(tensor.data, mirror.tensor)]
             if changed and not is_first:
                 raise _ChangedInStageError(changed[0])
             self._is_written |= bool(changed)
@@ -378,7 +399,8 @@ class Spent(torch.Tensor):
         """Refuse all but zeroing."""
         if func is torch.ops.aten.zero_.default:
             return args[0]
-        if func is torch.ops.aten._foreach_zero_.default:
+        if func is torch.ops.aten._foreach_zero_.default:  # gradients of weights that stay may be among them
+            torch._foreach_zero_([gradient for gradient in args[0] if type(gradient) is not cls])
             return None
         raise ExecutionError(
             "this gradient was used up: with step_in_backward=True weights are updated in backward, so gradients "
@@ -519,7 +541,8 @@ class Weights:
 
     def has_gradients(self, k: int) -> bool:
         """Whether stage k has anything to update."""
-        return any(parameter.grad is not None for parameter in self.parameters.get(k, ()))
+        gradients = (parameter.grad for parameter in self.parameters.get(k, ()))
+        return any(gradient is not None and type(gradient) is not Spent for gradient in gradients)
 
     def end_update(self, k: int, *, are_gradients_changed: bool, spends_gradients: bool) -> None:
         """The weights and optimizer state of stage k are new; its gradients leave the device and stay readable, or are
@@ -574,6 +597,8 @@ class Weights:
                 "host memory, where every operation can use it, slowly"
             ) from None
         self._tier.finish()
+        for value in self._values.values():
+            value.give_up_places()
         if num_bound:
             warnings.warn(
                 f"{num_bound} weights, gradients or tensors of optimizer state stay in host memory after detaching, "

@@ -41,6 +41,7 @@ from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of, host_bytes, tier_for
+from lowtide.runtime.transfer.cargo import Tier
 from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
 from lowtide.units import format_bytes
@@ -71,8 +72,10 @@ class Planned:
 
     split: Split
     solution: Solution
-    rehearsed_peak_bytes: int | None
-    notes: tuple[str, ...]
+    tier: Tier
+    """Where values go, one for all that was tried: pinning memory takes longer than a trial."""
+    rehearsed_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
     unknown_bytes: int = 0
     """What is left in the prediction, and added to trial steps, for what only real steps show."""
     more_bytes: int = 0
@@ -92,14 +95,14 @@ class Planned:
         schedule = self.solution.schedule
         needed = host_bytes(self.chain, schedule)
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
-        tier = tier_for(model, settings.host_memory_budget, needed)
+        self.tier.expect(needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
         return Execution(
             model,
             self.split,
             schedule,
             self.chain,
-            tier,
+            self.tier,
             checks=settings.checks,
             optimizer=optimizer,
             is_trial=is_trial,
@@ -297,6 +300,7 @@ class _Trials:
         self._sample = sample
         self._split = split
         self._settings = settings
+        self._tier = tier_for(model, settings.host_memory_budget, progress=settings.progress)
         self._notes: list[str] = list(chain.provenance.get("notes", ()))
         loss_bytes = _unknown_loss_bytes(chain, settings)
         if loss_bytes:
@@ -332,13 +336,14 @@ class _Trials:
         found = Trial(solution.peak_bytes, solution.seconds, solution.trace.moved_bytes > 0)
         if not attempt.is_tried:
             return found
-        planned = Planned(self._split, solution, None, (), moving=self._moving)
+        planned = Planned(self._split, solution, self._tier, moving=self._moving)
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
             # A trial step has no optimizer's step, which would change the weights, and none of the state that is
-            # fetched for it: that it takes less than predicted says nothing.
-            peak_bytes = max(peak_bytes, solution.peak_bytes)
+            # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
+            # difference between both, and is not counted twice.
+            peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
         return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
@@ -363,6 +368,7 @@ class _Trials:
         return Planned(
             self._split,
             priced,
+            self._tier,
             accept.peak_bytes,
             notes,
             self._unknown_bytes,

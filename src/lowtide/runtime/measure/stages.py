@@ -62,7 +62,7 @@ class StagedModel:
         self._saved_again: dict[int, list[torch.Tensor]] = {}
         self._meter: Meter | None = None
         self.first_start_bytes: list[int] = []
-        """What was there when each stage began in the model's own run."""
+        """What was there before the first call of each stage in the model's own run."""
         self.first_peak_bytes: list[int] = []
         """The peak of each stage in the model's own run, beyond what was there when it began."""
         self.held: dict[Origin, torch.Tensor] = {}
@@ -79,7 +79,7 @@ class StagedModel:
         a stage that is recomputed needs them; the last stage then keeps what it saves, as it always does.
         """
         self._meter = meter
-        recording = Recording(self.model, self.split, on_stage=self._begin)
+        recording = Recording(self.model, self.split, on_stage=self._begin, on_first_call=self._note_start)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             with recording:
                 result = self._sample.call(self.model)
@@ -113,11 +113,15 @@ class StagedModel:
         self._stage = k
         self._state.begin(k)
         self._random.append(self._generators.state())
+
+    def _note_start(self) -> None:
         if self._meter is not None:
             self._meter.reset_peak()
             self.first_start_bytes.append(self._meter.live_bytes)
 
     def _note_peak(self) -> None:
+        if len(self.first_start_bytes) < self._stage:  # a stage without calls
+            self._note_start()
         if self._meter is not None:
             self.first_peak_bytes.append(self._meter.peak_bytes - self.first_start_bytes[-1])
 

@@ -13,7 +13,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 
 from lowtide.errors import LowtideWarning, PlanError
 from lowtide.runtime.model.call_site import Layer, Rank, layers_of
+from lowtide.runtime.model.containers import reached_by
 
 WHOLE_IS_COMPILED = (
     "the whole model is compiled, so its stages cannot be seen; pass the model without torch.compile, and "
@@ -109,19 +109,7 @@ def end_guard() -> None:
 
 def _modules_compiled_with(target: Any) -> Iterator[nn.Module]:
     """The modules that a module, a method (`Module.compile` hands over one) or a function holds, as far as is seen."""
-    values = [target, getattr(target, "__self__", None)]
-    function = getattr(target, "__func__", target)
-    if isinstance(function, FunctionType):
-        values += map(_content, function.__closure__ or ())
-        values += map(function.__globals__.get, function.__code__.co_names)
-    return (value for value in values if isinstance(value, nn.Module))
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None
+    return (value for value in (target, *reached_by(target)) if isinstance(value, nn.Module))
 
 
 def _refuse_under_plan(module: nn.Module) -> None:

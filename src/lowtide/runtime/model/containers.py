@@ -11,6 +11,8 @@ import copy
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy
@@ -186,3 +188,22 @@ def _emptied_record(value: Any, fields: list[str]) -> Any:
     for name in fields:
         object.__setattr__(emptied, name, None)
     return emptied
+
+
+def reached_by(function: Any) -> list[Any]:
+    """What a function, or a method, can reach besides its arguments: by its closure, its globals, or as its `self`."""
+    if isinstance(function, partial):
+        return [*function.args, *function.keywords.values(), *reached_by(function.func)]
+    values = [getattr(function, "__self__", None)]
+    function = getattr(function, "__func__", function)
+    if isinstance(function, FunctionType):
+        values += map(_content_of_cell, function.__closure__ or ())
+        values += map(function.__globals__.get, function.__code__.co_names)
+    return values
+
+
+def _content_of_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -165,19 +165,25 @@ def check_legal(schedule: Schedule, num_stages: int, chain: Chain | None = None)
         simulate(Chain("any", stages, 1, side_values=chain.side_values), schedule, bandwidth=1)
 
 
-def tier_for(model: nn.Module, host_memory_budget: int | str | None, capacity_bytes: int = 0) -> Tier:
+def tier_for(
+    model: nn.Module,
+    host_memory_budget: int | str | None,
+    expected_bytes: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Tier:
     """Where values of this model are offloaded to: pinned memory for CUDA, a file for the CPU.
 
     Args:
         model: the model.
         host_memory_budget: the most bytes to use there; None: no limit.
-        capacity_bytes: what a schedule needs there.
+        expected_bytes: what a schedule needs there.
+        progress: is told how far pinning is; None: nobody is.
     """
     limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
     device = device_of(model)
     if device.type == "cuda":
-        return PinnedTier(device, capacity_bytes, limit)
-    return FileTier(capacity_bytes, limit)
+        return PinnedTier(device, expected_bytes, limit, progress)
+    return FileTier(expected_bytes, limit)
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:

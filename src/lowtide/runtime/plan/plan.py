@@ -33,7 +33,7 @@ from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
-from lowtide.runtime.plan.steps import RealSteps
+from lowtide.runtime.plan.steps import RealSteps, drop_aborted_backward
 from lowtide.runtime.plan.text import plan_text, stats_text
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
@@ -191,6 +191,7 @@ class Plan:
         self._ignores_settings = False
         self._num_by_settings = 0
         self._num_exceeded = 0
+        self._num_ended = 0  # steps of the current part, when its last call began
         self._said_going_over = False
         self._earlier = Counters()
         part.execution.install(self._call)
@@ -387,6 +388,7 @@ class Plan:
         self._end_step()
         self._choose_part(args, kwargs)
         part = self._part
+        self._num_ended = part.num_steps
         checked = part.checked is None or part.checked.has_same_shapes(self._signature_of(args, kwargs))
         self._steps.begin()
         result = part.execution.call(plain, args, kwargs, with_variants=checked)
@@ -417,9 +419,11 @@ class Plan:
         self._steps.forget()
 
     def _end_step(self) -> None:
-        """Note what the last step took."""
+        """Note what the last step took, and free what it has left where its backward did not end."""
         part = self._part
-        self._steps.end()
+        self._steps.note()
+        if part.num_steps == self._num_ended:
+            drop_aborted_backward()
         part.peak_bytes = max(part.peak_bytes, self._steps.peak_bytes or 0)
         if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
             self._steps.forget()  # it is not the peak of the part that the next call may be for

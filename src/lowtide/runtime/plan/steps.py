@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.runtime.meter import StepMeter
 
@@ -81,10 +82,12 @@ class RealSteps:
 
     def begin(self) -> None:
         """A forward of a training step begins."""
-        self.end()
+        self.note()
         self._num_begun += 1
         if self._is_metered and self._is_measured():
             self._meter.open()
+        else:
+            self._meter.close()
         self._node_at_start = _get_sequence_nr()
 
     def _is_measured(self) -> bool:
@@ -105,11 +108,15 @@ class RealSteps:
             self._num_begun = 0
         self._result_bytes = max(result_bytes, self._result_bytes or 0)
 
+    def note(self) -> None:
+        """Another forward begins: what was measured so far was a step, or a part of one."""
+        if self._meter.peak_bytes is not None:
+            self._peak_bytes = max(self._meter.peak_bytes, self._peak_bytes or 0)
+
     def end(self) -> None:
         """The step, if one is measured, is over."""
-        peak_bytes = self._meter.close()
-        if peak_bytes is not None:
-            self._peak_bytes = max(peak_bytes, self._peak_bytes or 0)
+        self.note()
+        self._meter.close()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -137,3 +144,16 @@ def _ended(hook: Any, meter: StepMeter) -> None:
     """The plan is gone."""
     hook.remove()
     meter.close()
+
+
+def drop_aborted_backward() -> None:
+    """Free what an aborted backward has left.
+
+    The nodes that it had still to run, and with them their graph, stay in the queue of autograd's engine until the next
+    backward of this thread, so that the forward before it would run beside them. Here is that backward.
+    """
+    if torch._C._current_graph_task_id() != -1:  # a hook of a backward that is under way
+        return
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)

@@ -107,6 +107,8 @@ class Recording:
         split: its stages.
         stages: the stages to record, from 1; None: all.
         on_stage: called with k when stage k begins, and with n + 1 at the end.
+        on_first_call: called before the first call of each stage; by then the call with which the stage before it has
+            ended has returned, and holds its arguments no more.
     """
 
     def __init__(
@@ -116,10 +118,12 @@ class Recording:
         *,
         stages: Sequence[int] | None = None,
         on_stage: Callable[[int], None] | None = None,
+        on_first_call: Callable[[], None] | None = None,
     ) -> None:
         self._layout = StageLayout.of(split)
         self._stages = frozenset(range(1, split.num_stages + 1) if stages is None else stages)
         self._on_stage = on_stage
+        self._on_first_call = on_first_call
         self._model = model
         self._interception = Interception(model, self._layout.units, self._call)
         self._forward: _RecordedForward | None = None
@@ -154,6 +158,7 @@ class Recording:
             self._is_state,
             Generators.of(self._model),
             self._on_stage,
+            self._on_first_call,
             functions_of(self._model),
         )
         current.session = forward
@@ -215,6 +220,7 @@ class _RecordedForward(StagedForward):
         is_state: Callable[[torch.Tensor], bool],
         generators: Generators,
         on_stage: Callable[[int], None] | None,
+        on_first_call: Callable[[], None] | None,
         functions: Functions,
     ) -> None:
         super().__init__(layout, taped, is_state, functions=functions)
@@ -225,6 +231,8 @@ class _RecordedForward(StagedForward):
         self.recorded: dict[int, RecordedStage] = {}
         self._forms: dict[int, dict[int, Form]] = {}
         self._on_stage = on_stage
+        self._on_first_call = on_first_call
+        self._is_called = False
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().run(plain, args, kwargs)
@@ -253,8 +261,22 @@ class _RecordedForward(StagedForward):
             self._forms[0] = {number: Form.of(tensor) for number, tensor in self.ledger.alive(0).items()}
         self._starts.append(torch._C._autograd._get_sequence_nr())
         super().begin_stage(k)
+        self._is_called = False
         if self._on_stage is not None:
             self._on_stage(k)
+
+    def invoke(
+        self,
+        name: str,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: nn.Module | None = None,
+    ) -> Any:
+        if not self._is_called and self._on_first_call is not None:
+            self._on_first_call()
+        self._is_called = True
+        return super().invoke(name, call, args, kwargs, module)
 
     def _origin_in_attribute(self, tensor: torch.Tensor) -> Origin | None:
         """The origin of a tensor that an earlier stage has left in an attribute of a module, with a number below 0."""

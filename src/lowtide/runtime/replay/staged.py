@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.model.functions import functions_handed_to
 from lowtide.runtime.model.interception import UnitLayer
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.replay.functions import functions_handed_to
 from lowtide.runtime.replay.tape import Ledger, Tape
 from lowtide.runtime.state.rng import GeneratorWatch
 

@@ -427,7 +427,12 @@ def is_settings(value: Any) -> bool:
         return False
     if isinstance(value, SimpleNamespace | Namespace) or is_dataclass(value):
         return True
-    return type(value).__module__.partition(".")[0] not in _NOT_THE_USERS
+    return is_of_user(type(value))
+
+
+def is_of_user(definition: Any) -> bool:
+    """Whether a class or function is not torch's, numpy's, lowtide's or Python's own."""
+    return str(getattr(definition, "__module__", "torch")).partition(".")[0] not in _NOT_THE_USERS
 
 
 def _is_hidden(value: Any) -> bool:

@@ -102,16 +102,16 @@ class Pieces(Generic[P]):
 
     Args:
         make: makes a piece of so many bytes.
-        first_bytes: how large the first one is; 0: as the others.
-        smallest_bytes: no other one is smaller, so that small values do not each get their own.
+        expected_bytes: how much will be taken, see `expect`; 0: nobody knows.
+        smallest_bytes: no other piece is smaller, so that small values do not each get their own.
         limit_bytes: never have more than this; None: no limit.
     """
 
     def __init__(
-        self, make: Callable[[int], P], first_bytes: int, smallest_bytes: int, limit_bytes: int | None
+        self, make: Callable[[int], P], expected_bytes: int, smallest_bytes: int, limit_bytes: int | None
     ) -> None:
         self._make = make
-        self._first_bytes = first_bytes
+        self._expected_bytes = expected_bytes
         self._smallest_bytes = smallest_bytes
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -122,11 +122,12 @@ class Pieces(Generic[P]):
         """The bytes of all pieces made so far."""
         return sum(piece.arena.capacity_bytes for piece in self.made)
 
-    def make_first(self) -> None:
-        """Make the first piece now, where its size is known."""
-        with self._lock:
-            if not self.made and self._first_bytes:
-                self._add(0)
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes will be taken from now on: have them in one piece when the first of them are.
+
+        A piece that has them already serves again; pieces that are too small and that nobody uses are given up.
+        """
+        self._expected_bytes = num_bytes
 
     def take(self, num_bytes: int) -> tuple[P, Room]:
         """Room for so many bytes, and the piece that it is in.
@@ -135,17 +136,24 @@ class Pieces(Generic[P]):
             ExecutionError: where the limit leaves none.
         """
         with self._lock:
+            self._make_expected()
             for piece in self.made:
                 offset = piece.arena.take(num_bytes)
                 if offset is not None:
                     return piece, Room(piece.arena, offset, num_bytes)
-            piece = self._add(num_bytes)
+            piece = self._add(num_bytes, max(num_bytes, self._smallest_bytes))
             offset = piece.arena.take(num_bytes)
             assert offset is not None
             return piece, Room(piece.arena, offset, num_bytes)
 
-    def _add(self, num_bytes: int) -> P:
-        wanted = max(num_bytes, self._first_bytes or self._smallest_bytes)
+    def _make_expected(self) -> None:
+        wanted, self._expected_bytes = self._expected_bytes, 0
+        if not wanted or any(size >= wanted for piece in self.made for _, size in piece.arena.free_rooms()):
+            return
+        self.made = [piece for piece in self.made if piece.arena.free_bytes < piece.arena.capacity_bytes]
+        self._add(0, wanted)
+
+    def _add(self, num_bytes: int, wanted: int) -> P:
         if self._limit_bytes is not None:
             left = self._limit_bytes - self.capacity_bytes
             if left < num_bytes:
@@ -154,6 +162,5 @@ class Pieces(Generic[P]):
                     "more; raise it, or call fit again for these shapes"
                 )
             wanted = min(wanted, left)
-        self._first_bytes = 0
         self.made.append(self._make(wanted))
         return self.made[-1]

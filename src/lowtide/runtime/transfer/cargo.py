@@ -41,6 +41,9 @@ class Tier(Protocol):
     smallest_bytes: int
     """Storages smaller than this stay where they are: a copy costs more than their room is worth."""
 
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes will be stored: take room for them in one piece, when the first of them come."""
+
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Region, Ticket]:
         """Queue copies of storages down."""
 

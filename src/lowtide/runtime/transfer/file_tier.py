@@ -100,15 +100,15 @@ class FileTier:
     """Storages of the CPU in files.
 
     Args:
-        capacity_bytes: made at the first use; more is added where it is not enough.
+        expected_bytes: made at the first use; more is added where it is not enough.
         limit_bytes: never use more than this; None: no limit.
         folder: where; None: the system's temporary folder.
     """
 
     smallest_bytes = 1
 
-    def __init__(self, capacity_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
-        self._make_pieces = partial(Pieces, partial(_Piece, folder), capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+    def __init__(self, expected_bytes: int = 0, limit_bytes: int | None = None, folder: str | None = None) -> None:
+        self._make_pieces = partial(Pieces, partial(_Piece, folder), expected_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self._open()
 
     def _open(self) -> None:
@@ -126,6 +126,10 @@ class FileTier:
     def capacity_bytes(self) -> int:
         """The bytes of all files made so far."""
         return self._pieces.capacity_bytes
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes will be stored; the file is made when the first of them come."""
+        self._pieces.expect(num_bytes)
 
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_FileRegion, _FileTicket]:
         """Queue a copy of storages to the file."""

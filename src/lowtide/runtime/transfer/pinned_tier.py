@@ -5,15 +5,19 @@ and whoever frees the storage makes the compute stream wait for the copy first; 
 allocated on the compute stream at its place in the list, and starts after what that stream was given before. All of it
 is ordered by events; nothing is left to `record_stream`. The compute stream is whichever is current at each call.
 
-Pinned memory is taken once, in one slab of the size that the schedule needs, and registered as it is: PyTorch's own
-pinned allocator would round it up to a power of two.
+Pinned memory is taken once, in one slab of the size that the schedules need, and registered as it is: PyTorch's own
+pinned allocator would round it up to a power of two. Its pages are made before, by all cores and as large as the
+system has them: registering pages that are not there yet takes most of a second for each gigabyte.
 """
 
 from __future__ import annotations
 
+import mmap
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +29,19 @@ from lowtide.units import format_bytes
 # More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
 _SMALLEST_PIECE_BYTES = 64 * 2**20
 
+# Pages are made so many bytes at a time, and progress is told after each.
+_BYTES_AT_ONCE = 2**30
+
+Progress = Callable[[str, float], None]
+"""Is told the current task and the share done."""
+
 
 class _Slab:
     """One piece of pinned memory."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, progress: Progress | None, num_bytes: int) -> None:
         self.arena = Arena(num_bytes)
-        self.memory, self.is_pinned = _host_memory(num_bytes)
+        self.memory, self.is_pinned = _host_memory(num_bytes, progress)
 
     def bytes_at(self, offset: int, num_bytes: int) -> torch.Tensor:
         """A part of it."""
@@ -114,17 +124,24 @@ class PinnedTier:
 
     Args:
         device: the device.
-        capacity_bytes: pinned at the first use; more is added where it is not enough.
+        expected_bytes: pinned at the first use; more is added where it is not enough.
         limit_bytes: never use more than this; None: no limit.
+        progress: is told how far pinning is, which takes seconds where there is much of it; None: nobody is.
     """
 
     # Above the statistics of a normalisation, a few kilobytes each: a copy has to be launched however small it is, and
     # launching is what limits steps with copies. The figure itself was not tuned.
     smallest_bytes = 16 * 2**10
 
-    def __init__(self, device: torch.device, capacity_bytes: int = 0, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        expected_bytes: int = 0,
+        limit_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         self._device = device
-        self._slabs = Pieces(_Slab, capacity_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
+        self._slabs = Pieces(partial(_Slab, progress), expected_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
         # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
@@ -135,9 +152,9 @@ class PinnedTier:
         """All pinned memory taken so far."""
         return self._slabs.capacity_bytes
 
-    def reserve(self) -> None:
-        """Take the planned memory now rather than at the first copy."""
-        self._slabs.make_first()
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes will be stored; they are pinned when the first of them come, unless there is room already."""
+        self._slabs.expect(num_bytes)
 
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_PinnedRegion, _PinnedTicket]:
         """Queue copies of storages down."""
@@ -166,6 +183,10 @@ class PinnedTier:
 
     def mirror(self, tensor: torch.Tensor) -> _PinnedMirror:
         """Make a place in pinned memory for a tensor without gaps."""
+        # Kernels may write there at once, and a copy for a former owner of the room may still be under way.
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self.to_host)
+        current.wait_stream(self.to_device)
         return _PinnedMirror(*self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
 
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
@@ -219,15 +240,16 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
+def _host_memory(num_bytes: int, progress: Progress | None) -> tuple[torch.Tensor, bool]:
     """Host memory, registered with CUDA; where that is refused, ordinary memory, False and one warning."""
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-    except RuntimeError:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
         raise ExecutionError(
             f"the host has no {format_bytes(num_bytes)} free for offloaded values; set host_memory_budget=, or "
             "call fit without offloading (bandwidth=0)"
         ) from None
+    memory = _filled(pages, progress)
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
@@ -241,3 +263,16 @@ def _host_memory(num_bytes: int) -> tuple[torch.Tensor, bool]:
     finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
     finalizer.atexit = False
     return memory, True
+
+
+def _filled(pages: mmap.mmap, progress: Progress | None) -> torch.Tensor:
+    """Mapped memory as a tensor of bytes, with its pages made: torch fills with all of its threads."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system may have none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    for start in range(0, len(pages), _BYTES_AT_ONCE):
+        memory[start : start + _BYTES_AT_ONCE].zero_()
+        if progress is not None:
+            progress("pinning host memory", min(1.0, (start + _BYTES_AT_ONCE) / len(pages)))
+    return memory

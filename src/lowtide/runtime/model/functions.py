@@ -1,4 +1,4 @@
-"""Custom autograd functions in the code between units.
+"""Custom autograd functions, which are one call each, whatever modules they call inside.
 
 `torch.autograd.Function.apply` is no function that a mode is shown: it would see the operations inside, and the result
 would come from nowhere. While a forward is followed, `apply` is handed to it instead. Modules' full backward hooks are
