@@ -187,13 +187,13 @@ def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_t
 def test_rounding_is_no_difference_on_a_gpu_unless_algorithms_are_deterministic() -> None:
     first = torch.rand(64)
     again = first * (1 + 1e-7)
-    assert checks._close(first, again)
-    assert not checks._close(first, first * 1.01)
-    assert not checks._close(torch.arange(3), torch.tensor([0, 1, 3]))
+    assert checks.are_close(first, again)
+    assert not checks.are_close(first, first * 1.01)
+    assert not checks.are_close(torch.arange(3), torch.tensor([0, 1, 3]))
     torch.use_deterministic_algorithms(True)
     try:
-        assert not checks._close(first, again)
-        assert checks._close(first, first.clone())
+        assert not checks.are_close(first, again)
+        assert checks.are_close(first, first.clone())
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -327,11 +327,11 @@ class Verdict:
             first, again, last = self._host[begin : begin + 3 * num_bytes].clone().view(3, num_bytes)
             begin += 3 * num_bytes
             is_settled = (again == last).view(num_bytes // dtype.itemsize, -1).all(1)
-            if not _close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
+            if not are_close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
                 raise error
 
 
-def _close(first: torch.Tensor, again: torch.Tensor) -> bool:
+def are_close(first: torch.Tensor, again: torch.Tensor) -> bool:
     """Whether two samples are equal, as far as a GPU's kernels repeat their own numbers.
 
     With deterministic algorithms that is bit by bit. Without them some add up in another order each time; what

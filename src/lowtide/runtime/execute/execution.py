@@ -94,7 +94,7 @@ class Execution:
         if self.weights is not None and program.placement is not None:
             self._steps = StagedSteps(self.weights, program.placement, self._end_of_step)
             self.machine.update = self._steps.leave_out_update if is_trial else self._steps.update_in_backward
-        self._clocks: deque[_Clock] = deque(maxlen=_NUM_REMEMBERED)
+        self._clocks: deque[Clock] = deque(maxlen=_NUM_REMEMBERED)
 
     def _end_of_step(self) -> None:
         """The optimizer has made its step, which a schedule that moves weights includes."""
@@ -139,8 +139,16 @@ class Execution:
         kwargs: dict[str, Any],
         *,
         with_variants: bool = True,
+        is_captured: bool = False,
     ) -> Any:
-        """Call the model under the schedule; without variants, all stages run as variant 0.
+        """Call the model under the schedule.
+
+        Args:
+            plain: the model's plain call.
+            args: of the call.
+            kwargs: of the call.
+            with_variants: False: all stages run as variant 0.
+            is_captured: kernels are recorded and do not run: there is nothing to time.
 
         Raises:
             ExecutionError: within a step of another plan, whose model this one is a part of.
@@ -157,9 +165,9 @@ class Execution:
             machine.refresh()
             if self._steps is not None:
                 self._steps.begin()
-            clock = _Clock(machine.device)
+            clock = None if is_captured else self.start_clock()
             variants = machine.variants if with_variants else machine.variants.left_out()
-            step = RunningStep(machine, clock.stop, variants)
+            step = RunningStep(machine, _nothing if clock is None else clock.stop, variants)
             current.session = forward = ExecutedForward(machine, step)
             try:
                 result = forward.run(self._interception.whole_or(plain), args, {**kwargs, **self.split.call_keywords})
@@ -167,8 +175,13 @@ class Execution:
                 current.session = None
                 if self.weights is not None:
                     self.weights.hand_over()
-        self._clocks.append(clock)
         return result
+
+    def start_clock(self) -> Clock:
+        """A step begins; it is over when the clock is stopped."""
+        clock = Clock(self.machine.device)
+        self._clocks.append(clock)
+        return clock
 
     def measured_seconds(self) -> float | None:
         """The median time from the start of forward to the end of backward over the last steps; None: no step yet."""
@@ -176,7 +189,11 @@ class Execution:
         return found[len(found) // 2] if found else None
 
 
-class _Clock:
+def _nothing() -> None:
+    pass
+
+
+class Clock:
     """The time of one step: by events on CUDA, which cost nothing until they are read, else by the wall clock."""
 
     def __init__(self, device: torch.device) -> None:

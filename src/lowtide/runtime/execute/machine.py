@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
 
@@ -217,6 +218,15 @@ class Machine:
             if buffer is tensor or buffer.untyped_storage()._cdata == address:
                 return f"buffer {name!r}"
         return f"a tensor of shape {list(tensor.shape)} and {tensor.dtype}"
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Run the block without spot checks, which read values on the host."""
+        checks, self.spot_checks = self.spot_checks, SpotChecks(())
+        try:
+            yield
+        finally:
+            self.spot_checks = checks
 
     # Random numbers
 

@@ -16,16 +16,19 @@ from lowtide.runtime.capture.capture import StageNames, check_arguments, check_h
 from lowtide.runtime.capture.watch import draw_the_fullest
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
 from lowtide.runtime.execute.checks import Checks
+from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
+from lowtide.runtime.graphs.pool import Pool
+from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
 from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import check_is_model, device_of
+from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
@@ -60,6 +63,7 @@ def fit(
     keeps_result: bool = True,
     compile_stages: bool | Mapping[str, Any] = False,
     variants: bool | str = True,
+    cuda_graphs: bool | str = False,
     replan: bool = True,
     slots: int | None = None,
     strict: bool = False,
@@ -96,6 +100,9 @@ def fit(
         variants: with `compile_stages`, also compile each block so that it saves less and recomputes more inside its
             own backward, and let the solver choose block by block among those with the same gradients;
             `"rounding"`: also among those whose gradients differ by rounding; False: compile in one way only.
+        cuda_graphs: on CUDA, capture steps as graphs and replay them, which takes the host out of the way where kernels
+            are short; the loss and the optimizer stay yours. `"auto"`: where a trial shows that it is faster. Where a
+            step cannot be captured (it reads values on the host, say), a note of the plan says why.
         replan: plan again for calls with larger shapes; False: other shapes are refused.
         slots: into how many slots strategies divide memory, if they do.
         strict: compare everything that a recomputation saves with the first run, byte by byte; slow.
@@ -145,6 +152,7 @@ def fit(
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
         step_in_backward=step_in_backward,
+        cuda_graphs=_graphs(cuda_graphs, device),
     )
     called = Sample.of(sample_from(model, sample))
     if settings.progress is None and (not is_distributed() or is_first()):
@@ -187,6 +195,14 @@ def _shared(planner: _Fitting, sample: Sample, model: nn.Module) -> Plan:
     return plan_from_dict(share(values, device_of(model)), model, host_memory_budget=limit)
 
 
+def _graphs(cuda_graphs: bool | str, device: torch.device) -> bool | str:
+    if cuda_graphs not in (True, False, AUTO):
+        raise PlanError(f"cuda_graphs is {shown(cuda_graphs)}, expected True, False or {AUTO!r}")
+    if cuda_graphs is True:
+        check_can_graph(device)
+    return cuda_graphs if device.type == "cuda" else False
+
+
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
     if variants not in (True, False, "rounding"):
         raise PlanError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
@@ -205,6 +221,7 @@ class _Fitting:
         self.settings = settings
         self._device = device_of(model)
         self._compiled: list[CompiledStages] = []
+        self._pool: Pool | None = None
         self._planned: dict[Signature, Planned] = {}
 
     def part(
@@ -244,8 +261,9 @@ class _Fitting:
             self._compiled.append(compiled)
         signature = self._signature_of(sample.args, sample.kwargs)
         self._planned[signature] = planned
+        execution = planned.execution(self._model, settings)
         return Part(
-            planned.execution(self._model, settings),
+            execution,
             signature,
             settings.memory_budget,
             settings.bandwidth,
@@ -254,7 +272,14 @@ class _Fitting:
             self._compiled[-1] if self._compiled else None,
             grads_resident=settings.grads_resident,
             refusal=planned.refusal,
+            graphs=self._graphs_of(planned, execution, settings),
         )
+
+    def _graphs_of(self, planned: Planned, execution: Execution, settings: Settings) -> GraphedSteps | None:
+        if not planned.uses_graphs:
+            return None
+        self._pool = self._pool or Pool(self._device)
+        return GraphedSteps(execution, self._pool, settings.memory_budget - planned.solution.peak_bytes)
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
         return Signature.of(args, kwargs, self._device.type, trained_of(self._model.parameters()))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowtide.runtime.execute.checks import are_close
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.graphs.pool import Pool
+from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
 from lowtide.runtime.meter import Meter
@@ -21,8 +26,8 @@ from lowtide.runtime.state.cells import Cells, Look, is_settings
 from lowtide.runtime.state.preserve import preserved
 
 # Steps after the first at the least: a second one finds the allocator's blocks as the first has cut them up, and may
-# run out of memory where that did not.
-_MORE_STEPS = {"cuda": 1}
+# run out of memory where that did not. And their time is what is predicted.
+_MORE_STEPS = {"cuda": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +56,32 @@ class TrainingStep:
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """What a schedule took: the peak of its first step (of the first two where modules carry something over), with the
-    optimizer's state that is to come, and the mean time of the steps after it, which follow each other as in a training
-    loop.
+    optimizer's state that is to come, and the median time of the steps after it, from the beginning of forward to the
+    end of backward.
     """
 
     peak_bytes: int
     seconds: float
+    graphed: Graphed | None = None
+    """The same of steps that are replayed as CUDA graphs, where that was tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graphed:
+    """What steps took that were replayed as CUDA graphs; or why they cannot be."""
+
+    peak_bytes: int = 0
+    seconds: float = 0.0
+    refusal: str = ""
 
 
 def rehearse(
-    model: nn.Module, step: TrainingStep, execution_for: Callable[[], Execution], *, num_timed: int = 0
+    model: nn.Module,
+    step: TrainingStep,
+    execution_for: Callable[[], Execution],
+    *,
+    num_timed: int = 0,
+    with_graphs: bool = False,
 ) -> Rehearsal:
     """Run steps under a schedule and leave nothing behind.
 
@@ -69,12 +90,16 @@ def rehearse(
         step: how it is trained.
         execution_for: makes the execution.
         num_timed: how many steps to time after the first; on CUDA there is one more in any case.
+        with_graphs: try also to replay steps as CUDA graphs.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     holder: list[Execution] = []
+    replays: list[GraphedSteps] = []
 
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return plain(*args, **kwargs) if holder[0].is_busy else holder[0].call(plain, args, kwargs)
+        if holder[0].is_busy:
+            return plain(*args, **kwargs)
+        return (replays or holder)[0].call(plain, args, kwargs)
 
     holder.append(execution_for())
     let_go(device)
@@ -106,17 +131,74 @@ def rehearse(
                     is_less = sum(now.values()) < sum(carried.values())
                     peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
-            begin = _now(device)
-            for _ in range(num_more):
-                _begin_step(model, step, found)
-                _run(model, step)
-            seconds = (_now(device) - begin) / max(1, num_more)
+            begin_step = partial(_begin_step, model, step, found)
+            seconds = _timed_steps(model, step, begin_step, num_more)
+            graphed = None
+            if with_graphs:
+                graphed = _rehearse_graphs(model, step, holder[0], replays, begin_step, num_more)
         finally:
+            for steps in replays:
+                steps.release()
+            replays.clear()
             for execution in holder:
                 execution.remove()
             holder.clear()
             state.clear()
-    return Rehearsal(peak_bytes - set_aside_bytes, seconds)
+    if graphed is not None:
+        graphed = replace(graphed, peak_bytes=graphed.peak_bytes - set_aside_bytes)
+    return Rehearsal(peak_bytes - set_aside_bytes, seconds, graphed)
+
+
+def _rehearse_graphs(
+    model: nn.Module,
+    step: TrainingStep,
+    execution: Execution,
+    replays: list[GraphedSteps],
+    begin_step: Callable[[], None],
+    num_timed: int,
+) -> Graphed:
+    """Replay steps as CUDA graphs, and compare gradients with those of a step that is not."""
+    device, generators = execution.machine.device, execution.machine.generators
+    random = generators.state()
+    begin_step()
+    _run(model, step)
+    expected = _gradients_on_host(model)
+    begin_step()
+    replays.append(GraphedSteps(execution, Pool(device)))
+    while not replays[0].num_replayed and not replays[0].refusal:
+        begin_step()
+        generators.set(random)
+        _run(model, step)
+    if not replays[0].refusal and not all(map(_is_same_gradient, _gradients_on_host(model), expected)):
+        return Graphed(refusal="a replayed step gave other gradients than the same step without graphs")
+    if replays[0].refusal:
+        return Graphed(refusal=replays[0].refusal)
+    with Meter(device) as meter:
+        seconds = _timed_steps(model, step, begin_step, max(1, num_timed))
+    return Graphed(meter.peak_bytes + replays[0].held_bytes, seconds)
+
+
+def _timed_steps(model: nn.Module, step: TrainingStep, begin_step: Callable[[], None], num_steps: int) -> float:
+    """The median time of some steps, from the beginning of forward to the end of backward."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seconds: list[float] = []
+    others: list[torch.Tensor] | None = None
+    for _ in range(num_steps):
+        begin_step()
+        begin = _now(device)
+        others = _run(model, step, others)
+        seconds.append(_now(device) - begin)
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def _gradients_on_host(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.to("cpu", copy=True) for p in model.parameters()]
+
+
+def _is_same_gradient(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and are_close(other.contiguous(), one.contiguous())
 
 
 def let_go(device: torch.device) -> None:
@@ -136,7 +218,10 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _run(model: nn.Module, step: TrainingStep) -> None:
+def _run(model: nn.Module, step: TrainingStep, others: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Run forward and backward; returns the tensors of the user's that nobody registered and that backward reaches,
+    which are looked for where they are not known.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     kept = torch.empty(step.kept_bytes, dtype=torch.uint8, device=device)
     result = step.sample.call(model)
@@ -148,12 +233,15 @@ def _run(model: nn.Module, step: TrainingStep) -> None:
     del target
     if not step.keeps_result:
         del result
-    own = set(map(id, model.parameters()))
-    gradients = [(leaf, leaf.grad) for leaf in leaves_behind(starts) if id(leaf) not in own]
+    if others is None:
+        own = set(map(id, model.parameters()))
+        others = [leaf for leaf in leaves_behind(starts) if id(leaf) not in own]
+    gradients = [(leaf, leaf.grad) for leaf in others]
     torch.clear_autocast_cache()  # as where an autocast block ends, before backward, and never grows with trials
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-    for leaf, gradient in gradients:  # tensors of the user's that nobody registered
+    for leaf, gradient in gradients:
         leaf.grad = gradient
+    return others
 
 
 def _begin_step(model: nn.Module, step: TrainingStep, found: Look) -> None:

@@ -43,6 +43,8 @@ class Settings:
     compilation: Compilation | None = None
     allow_rounding: bool = False
     step_in_backward: bool = False
+    cuda_graphs: bool | str = False
+    """Replay steps as CUDA graphs; `"auto"`: where a trial shows that they are faster."""
     finer_than: int = 0
     """Cut inside blocks, too, into more stages than so many; 0: do not."""
 

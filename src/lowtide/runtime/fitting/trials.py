@@ -34,7 +34,7 @@ from lowtide.runtime.fitting.planning import (
     TrialOutcome,
     next_attempt,
 )
-from lowtide.runtime.fitting.rehearsal import Rehearsal, TrainingStep, let_go, rehearse
+from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
 from lowtide.runtime.measure.weights import optimizer_step_bytes
@@ -84,6 +84,8 @@ class Planned:
     """Why no schedule stays within the budget, where this is the leanest."""
     moving: Moving | None = None
     """What weights are where they move."""
+    uses_graphs: bool = False
+    """Steps are to be replayed as CUDA graphs."""
 
     @property
     def chain(self) -> Chain:
@@ -214,6 +216,7 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                is_replayed=settings.cuda_graphs is True,
             )
         except BaseException:
             if compiled is not None:
@@ -311,6 +314,10 @@ class _Trials:
         self._unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
         self._chain = replace(chain, base_bytes=chain.base_bytes + self._unknown_bytes)
         self._solutions: list[Solution | None] = []
+        self._graphed: dict[int, Graphed] = {}
+        """By the attempt's place, what became of replaying its steps as CUDA graphs."""
+        self._seconds: dict[int, float] = {}
+        """By the attempt's place, how long a trial step took."""
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
@@ -344,7 +351,15 @@ class _Trials:
             # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
             # difference between both, and is not counted twice.
             peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
-        return replace(found, peak_bytes=peak_bytes, seconds=measured.seconds)
+        seconds, graphed = measured.seconds, measured.graphed
+        if graphed is not None:
+            if settings.cuda_graphs == AUTO and not graphed.refusal and graphed.seconds >= seconds:
+                graphed = replace(graphed, refusal="a trial showed that they are not faster")
+            self._graphed[len(self._solutions) - 1] = graphed
+        if graphed is not None and not graphed.refusal:
+            seconds, peak_bytes = graphed.seconds, max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
+        self._seconds[len(self._solutions) - 1] = seconds
+        return replace(found, peak_bytes=peak_bytes, seconds=seconds)
 
     def _solution(self, attempt: Attempt, settings: Settings) -> Solution:
         if attempt.again is not None:
@@ -364,7 +379,11 @@ class _Trials:
         priced = solution.on(corrected(self._chain, accept.more_bytes))
         if self._moving is not None:
             priced = counted(priced, self._moving)
-        notes = (*self._notes, *accept.notes)
+        else:
+            priced = self._as_timed(priced, self._seconds.get(accept.index))
+        graphed = self._graphed.get(accept.index)
+        refusal = "" if graphed is None else graphed.refusal
+        notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
         return Planned(
             self._split,
             priced,
@@ -375,7 +394,18 @@ class _Trials:
             accept.more_bytes,
             accept.refusal,
             self._moving,
+            uses_graphs=graphed is not None and not graphed.refusal,
         )
+
+    def _as_timed(self, solution: Solution, seconds: float | None) -> Solution:
+        """A schedule whose stages take as long together as in its trial step.
+
+        On CUDA what the host does for a schedule, besides launching kernels, is in no measured stage.
+        """
+        if not seconds or device_of(self._model).type != "cuda":
+            return solution
+        ratio = seconds / solution.seconds
+        return solution.on(solution.chain.with_times(lambda one: one * ratio, lambda one: one * ratio))
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
@@ -388,7 +418,13 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
         frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
     )
-    return rehearse(model, step, lambda: planned.execution(model, settings, is_trial=True), num_timed=num_timed)
+    return rehearse(
+        model,
+        step,
+        lambda: planned.execution(model, settings, is_trial=True),
+        num_timed=num_timed,
+        with_graphs=settings.cuda_graphs is not False and planned.moving is None,
+    )
 
 
 def corrected(chain: Chain, more_bytes: int) -> Chain:

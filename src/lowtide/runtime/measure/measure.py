@@ -22,6 +22,7 @@ and the model's result, as above |
 from __future__ import annotations
 
 import gc
+import math
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,8 +196,11 @@ def measure_split(
     progress: Progress | None = None,
     compiled: CompiledStages | None = None,
     allow_rounding: bool = False,
+    is_replayed: bool = False,
 ) -> Chain:
     """Measure a model that has been captured; arguments as for `measure`.
+
+    Where steps are replayed as CUDA graphs, launching kernels takes no time.
 
     With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
     where that is allowed).
@@ -233,7 +237,7 @@ def measure_split(
     figures = with_side_values(figures, skipping)
     return Chain(
         name or type(model).__name__,
-        tuple(_stages(model, split, figures, weights, readers, grads_resident, overhead)),
+        tuple(_stages(model, split, figures, weights, readers, grads_resident, _ALL if is_replayed else overhead)),
         input_grad_bytes=sum(t.numel() * t.element_size() for t in called.tensors() if t.requires_grad),
         base_bytes=max(0, base_bytes + outside.optimizer_bytes),
         grads_resident=grads_resident,
@@ -242,6 +246,9 @@ def measure_split(
         provenance=_provenance(model, called, split, figures, device)
         | {"overhead_seconds": [timing.launch_seconds for timing in overhead]},  # in each of the launch_seconds
     )
+
+
+_ALL = (Timing(0.0, launch_seconds=math.inf),) * 2  # all launching is overhead
 
 
 def overhead_on(device: torch.device) -> tuple[Timing, Timing]:

@@ -15,6 +15,8 @@ from lowtide.errors import PlanError, ScheduleError, shown
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import steps_alone
+from lowtide.runtime.graphs.pool import Pool
+from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import like_of
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Part, Plan, attached_plan
@@ -37,6 +39,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = False,
     spot_checks: bool = True,
+    cuda_graphs: bool = False,
 ) -> Plan:
     """Attach a schedule to a model, which then runs under it.
 
@@ -50,6 +53,7 @@ def attach(
         strict: compare, byte by byte, what a repeated forward saves with what the first saved; slow, for finding out
             why gradients differ.
         spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
+        cuda_graphs: on CUDA, capture steps as graphs and replay them.
 
     Returns:
         The plan; a plan that was attached before is detached.
@@ -80,10 +84,25 @@ def attach(
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
+    if cuda_graphs:
+        check_can_graph(device_of(model), are_moved=bool(schedule.manages))
     if schedule.manages:
         check_steps_alone(optimizer)
     execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=optimizer)
-    return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth))
+    graphs = GraphedSteps(execution, Pool(device_of(model))) if cuda_graphs else None
+    return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth, graphs=graphs))
+
+
+def check_can_graph(device: torch.device, *, are_moved: bool = False) -> None:
+    """Refuse CUDA graphs where there are none.
+
+    Raises:
+        PlanError: with the reason.
+    """
+    if device.type != "cuda":
+        raise PlanError(f"cuda_graphs=True needs a model on a CUDA device, but this one is on {device.type!r}")
+    if are_moved:
+        raise PlanError("steps that move weights cannot be captured as CUDA graphs; leave out cuda_graphs=True")
 
 
 def check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:

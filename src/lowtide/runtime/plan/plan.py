@@ -27,6 +27,7 @@ from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
+from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
@@ -94,6 +95,7 @@ class Part:
         peak_bytes: the most that a step under it was seen to take.
         refusal: why steps take more than the budget, where nothing more can be done.
         said_bytes: what was said that they take.
+        graphs: runs its steps as CUDA graphs; None: they run as ever.
     """
 
     execution: Execution
@@ -108,6 +110,7 @@ class Part:
     peak_bytes: int = 0
     refusal: str = ""
     said_bytes: int = 0
+    graphs: GraphedSteps | None = None
 
     @property
     def num_steps(self) -> int:
@@ -232,7 +235,8 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return (*self.split.notes, *self._part.notes)
+        graphs = self._part.graphs
+        return (*self.split.notes, *self._part.notes, *(() if graphs is None else graphs.notes))
 
     @property
     def num_shapes(self) -> int:
@@ -245,7 +249,7 @@ class Plan:
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
         num_steps = self._earlier.num_steps + sum(p.num_steps for p in (self._part, *self._others.values()))
-        peak = self._steps.peak_bytes
+        peak = self._peak_bytes()
         return Stats(
             num_steps,
             None if predicted is None else predicted.seconds,
@@ -333,6 +337,9 @@ class Plan:
             try:
                 self._part.execution.remove()
             finally:
+                for part in (self._part, *self._others.values()):
+                    if part.graphs is not None:
+                        part.graphs.release()
                 self._steps.close()
                 if self._part.compiled is not None:
                     self._part.compiled.remove()
@@ -391,7 +398,8 @@ class Plan:
         self._num_ended = part.num_steps
         checked = part.checked is None or part.checked.has_same_shapes(self._signature_of(args, kwargs))
         self._steps.begin()
-        result = part.execution.call(plain, args, kwargs, with_variants=checked)
+        steps = part.graphs or part.execution
+        result = steps.call(plain, args, kwargs, with_variants=checked)
         self._steps.returned(_num_bytes(tensors_of(result)))
         return result
 
@@ -424,9 +432,14 @@ class Plan:
         self._steps.note()
         if part.num_steps == self._num_ended:
             drop_aborted_backward()
-        part.peak_bytes = max(part.peak_bytes, self._steps.peak_bytes or 0)
+        part.peak_bytes = max(part.peak_bytes, self._peak_bytes() or 0)
         if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
             self._steps.forget()  # it is not the peak of the part that the next call may be for
+
+    def _peak_bytes(self) -> int | None:
+        """The most that real steps took; the pool of graphs is in use all the time."""
+        peak_bytes, graphs = self._steps.peak_bytes, self._part.graphs
+        return peak_bytes if peak_bytes is None or graphs is None else peak_bytes + graphs.held_bytes
 
     def _exceeded(self) -> str:
         """How steps under this part took more than its budget; empty: they did not, or nothing more can be done."""

@@ -182,6 +182,10 @@ class Layout:
         n, key = self._places[index]
         return Label(f"{self._paths[n]}.{key}".strip("."), self._registries[n] == "_buffers", is_beside=False)
 
+    def path(self, number: int) -> str:
+        """Where a container is."""
+        return self._paths[number]
+
     def are_same(self, tables: Sequence[Any], others: Sequence[Any]) -> bool:
         """Whether two looks found the same containers; those of modules are."""
         return not self._steps or all(map(is_, tables, others))
@@ -288,6 +292,21 @@ class Look:
         for table, content in layout.contents(tables or layout.resolved(), self.values, self.sequences):
             if table is not None:
                 fill(table, _made(content, table))
+
+    def difference(self, now: Look) -> str | None:
+        """The name of something that is not as it was, by a look that knew this one; None: all of it is."""
+        layout = self.layout
+        if now.layout is not layout:
+            return "attributes or hooks"
+        hidden = set(layout.hidden) if now.others else ()
+        for index in now.others:
+            one, other = self.values[index], now.values[index]
+            if index not in hidden and not (type(one) in _PLAIN and type(one) is type(other) and one == other):
+                return layout.label(index).name
+        for n, one, other in zip(layout.others, self.sequences, now.sequences, strict=True):
+            if not _is_same_sequence(one, other):
+                return layout.path(n)
+        return None
 
     def exchange(self, now: Look, others: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors, by the address of the former, in the places of those that stood there."""

@@ -153,6 +153,7 @@ class Generators:
         indices = {device.index or 0 for device in devices if device.type == "cuda"}
         if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             indices = {torch.cuda.current_device()}  # a model without tensors runs where its input is
+        self._on_device = slice(len(self._torch), len(self._torch) + len(indices))
         self._torch += [torch.cuda.default_generators[index] for index in sorted(indices)]
         others = (value for value in unique if not isinstance(value, torch.Generator))
         found = (Source.of(value) for value in (*self._torch, *others))
@@ -186,6 +187,12 @@ class Generators:
     def drawn_since(self, before: State) -> bool:
         """Whether any of them was used since a state."""
         return self.state() != before
+
+    def drawn_on_host_since(self, before: State) -> bool:
+        """Whether any was used since a state but the device's own, whose numbers kernels make."""
+        now = self.state().values
+        same = list(map(_is_same, now, before.values))
+        return not all(same[: self._on_device.start] + same[self._on_device.stop :])
 
     def are_at(self, state: State) -> bool:
         """Whether torch's are in a state."""

@@ -59,6 +59,12 @@ class Tier(Protocol):
     def finish(self) -> None:
         """Wait until all copies have ended: their memory may be given back afterwards."""
 
+    def join(self) -> None:
+        """Let what follows on the compute stream wait for all copies that were queued."""
+
+    def forget(self) -> None:
+        """Copies that were queued so far are over, or were captured and never ran: nobody has to wait for one."""
+
     def copy_up(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
         """Queue copies into tensors from their places."""
 

@@ -179,6 +179,13 @@ class FileTier:
     def finish(self) -> None:
         """Whoever waited for a copy has waited until its end."""
 
+    def join(self) -> None:
+        """Wait until all copies have ended."""
+        self.finish()
+
+    def forget(self) -> None:
+        """Copies of a file are never captured."""
+
     def close(self) -> None:
         """End the threads; what is stored can no longer be read."""
         self._writer.shutdown(wait=True)

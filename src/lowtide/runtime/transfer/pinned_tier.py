@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,14 @@ class _Slab:
         return self.memory[offset : offset + num_bytes]
 
 
+class _Copy(NamedTuple):
+    """A copy that was queued, or several."""
+
+    event: torch.cuda.Event
+    era: int
+    """Copies of earlier eras than the current one have been waited for."""
+
+
 class _PinnedRegion:
     """Room in a slab for some storages, and the last copy that reads or writes it."""
 
@@ -57,7 +65,7 @@ class _PinnedRegion:
         self.room = room
         self.num_bytes = room.num_bytes
         self.parts: list[torch.Tensor] = []
-        self.last_copy: torch.cuda.Event | None = None
+        self.last_copy: _Copy | None = None
         offset = room.offset
         for num_bytes in sizes:
             self.parts.append(slab.bytes_at(offset, num_bytes))
@@ -65,16 +73,17 @@ class _PinnedRegion:
 
 
 class _PinnedTicket:
-    __slots__ = ("_device", "_stream", "event")
+    __slots__ = ("_device", "_stream", "_tier", "copy")
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self.event = event
-        self._device = device
-        self._stream = torch.cuda.current_stream(device)  # to which memory that is copied into belongs
+    def __init__(self, copy: _Copy, tier: PinnedTier) -> None:
+        self.copy = copy
+        self._tier = tier
+        self._device = tier.device
+        self._stream = torch.cuda.current_stream(self._device)  # to which memory that is copied into belongs
 
     def wait(self) -> None:
         """Let the compute stream wait for the copy."""
-        torch.cuda.current_stream(self._device).wait_event(self.event)
+        self._tier.wait_for(torch.cuda.current_stream(self._device), self.copy)
 
     def hand_back(self) -> None:
         """Freed memory goes to the stream that took it; where another one used it, that one comes first."""
@@ -111,7 +120,7 @@ class _PinnedMirror:
                 "locked memory (ulimit -l)"
             )
         self.host = slab.bytes_at(room.offset, like.numel() * like.element_size())
-        self.last_copy: torch.cuda.Event | None = None
+        self.last_copy: _Copy | None = None
         memory = torch.as_tensor(_Mapped(slab, room, self.host), device=like.device)
         assert memory.data_ptr() == self.host.data_ptr()
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
@@ -140,12 +149,36 @@ class PinnedTier:
         limit_bytes: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self._slabs = Pieces(partial(_Slab, progress), expected_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
         # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
-        self._last_load: torch.cuda.Event | None = None
+        self._last_load: _Copy | None = None
+        self._era = 0
+        self._has_queued = False  # copies, in this era
+
+    def wait_for(self, stream: torch.cuda.Stream, copy: _Copy | None) -> None:
+        """Let a stream wait for a copy, unless all streams have."""
+        if copy is not None and copy.era == self._era:
+            stream.wait_event(copy.event)
+
+    def join(self) -> None:
+        """Let the compute stream wait for all copies that were queued; nobody has to wait for one of them any more.
+
+        A CUDA graph ends with all streams joined, and knows no events from before it.
+        """
+        current = torch.cuda.current_stream(self.device)
+        for stream in (self.to_host, self.to_device) if self._has_queued else ():
+            # A stream without copies of this era is none of a capture's, and cannot be waited for there.
+            stream.wait_stream(current)
+            current.wait_stream(stream)
+        self.forget()
+
+    def forget(self) -> None:
+        """Copies that were queued so far are over, or never ran: nobody has to wait for one."""
+        self._era += 1
+        self._has_queued = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -160,31 +193,34 @@ class PinnedTier:
         """Queue copies of storages down."""
         sizes = [storage.nbytes() for storage in storages]
         region = _PinnedRegion(*self._slabs.take(sum(map(rounded, sizes))), sizes)
-        self.to_host.wait_stream(torch.cuda.current_stream(self._device))
-        if self._last_load is not None:
-            self.to_host.wait_event(self._last_load)
+        self.to_host.wait_stream(torch.cuda.current_stream(self.device))
+        self.wait_for(self.to_host, self._last_load)
         with torch.cuda.stream(self.to_host):
             for part, storage in zip(region.parts, storages, strict=True):
                 part.copy_(_bytes_of(storage), non_blocking=True)
-            region.last_copy = self.to_host.record_event()
-        return region, _PinnedTicket(region.last_copy, self._device)
+            region.last_copy = self._queued(self.to_host)
+        return region, _PinnedTicket(region.last_copy, self)
 
     def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _PinnedTicket]:
         """Make storages on the compute stream, and queue copies of a region into them."""
         memory = [torch.empty(part.numel(), dtype=torch.uint8, device=device) for part in region.parts]
-        self.to_device.wait_stream(torch.cuda.current_stream(self._device))
-        if region.last_copy is not None:
-            self.to_device.wait_event(region.last_copy)
+        self.to_device.wait_stream(torch.cuda.current_stream(self.device))
+        self.wait_for(self.to_device, region.last_copy)
         with torch.cuda.stream(self.to_device):
             for tensor, part in zip(memory, region.parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
-            self._last_load = self.to_device.record_event()
-        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self._device)
+            self._last_load = self._queued(self.to_device)
+        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self)
+
+    def _queued(self, stream: torch.cuda.Stream) -> _Copy:
+        """What was given to a stream last."""
+        self._has_queued = True
+        return _Copy(stream.record_event(), self._era)
 
     def mirror(self, tensor: torch.Tensor) -> _PinnedMirror:
         """Make a place in pinned memory for a tensor without gaps."""
         # Kernels may write there at once, and a copy for a former owner of the room may still be under way.
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.to_host)
         current.wait_stream(self.to_device)
         return _PinnedMirror(*self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
@@ -204,22 +240,22 @@ class PinnedTier:
             for tensor, mirror in pairs:
                 _flat_bytes(tensor).copy_(mirror.host, non_blocking=True)
         ticket = self._copied(self.to_device, pairs)
-        self._last_load = ticket.event
+        self._last_load = ticket.copy
         return ticket
 
     def _wait_before(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        for event in {mirror.last_copy for _, mirror in pairs if mirror.last_copy is not None}:
-            stream.wait_event(event)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for copy in {mirror.last_copy for _, mirror in pairs}:
+            self.wait_for(stream, copy)
         # Room that was given back may still be read by a copy up that was queued for its former owner.
-        if stream is self.to_host and self._last_load is not None:
-            stream.wait_event(self._last_load)
+        if stream is self.to_host:
+            self.wait_for(stream, self._last_load)
 
     def _copied(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
-        event = stream.record_event()
+        copy = self._queued(stream)
         for _, mirror in pairs:
-            mirror.last_copy = event
-        return _PinnedTicket(event, self._device)
+            mirror.last_copy = copy
+        return _PinnedTicket(copy, self)
 
     def finish(self) -> None:
         """Wait until all copies have ended."""
