@@ -1,18 +1,21 @@
 """Steps replayed as CUDA graphs beside steps that the host launches: plain, and under a plan at two budgets.
 
     python -m benchmarks.graphs                            # the networks of the table, on a GPU, 4 minutes
-    python -m benchmarks.graphs --only ViT                 # one of them
+    python -m benchmarks.graphs --only ViT --compiled      # one of them, also compiled as a whole
 
-For each network, in one run: plain training; plain training captured whole, as `torch.cuda.graph` does it by hand; then
-`fit` within shares of the plain peak, without graphs and with them. A step is forward, loss, backward and `zero_grad`.
+For each network, in one run: plain training; plain training captured whole, as `torch.cuda.graph` does it by hand; with
+a checkpoint around every block (`torch.utils.checkpoint`); with everything stored under a plan; then `fit` within
+shares of the plain peak, without graphs and with them. A step is forward, loss, backward and `zero_grad`.
 "Reserved" is what the pool of the graphs holds, beside what the plan was predicted to take.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 from benchmarks.harness import Timed, machine_facts, release, time_steps, without_state
 from benchmarks.refusing import Parser, refuse, refuse_unless_chosen, usable_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.units import format_bytes, format_seconds
@@ -81,6 +85,22 @@ def captured(model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], t
     return graph.replay
 
 
+BLOCKS = frozenset({"_DenseLayer", "MBConv", "FusedMBConv", "Block", "SwinTransformerBlock"})
+
+
+@contextmanager
+def checkpoints(model: nn.Module) -> Iterator[None]:
+    """Each block is a checkpoint, as by hand."""
+    blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
 def show(rows: list[Row], row: Row) -> None:
     """Add a row and print it."""
     rows.append(row)
@@ -91,7 +111,9 @@ def show(rows: list[Row], row: Row) -> None:
     print(f"{row.way:28s} {figures} {'; '.join(row.notes)}", flush=True)
 
 
-def bench(name: str, make: Callable[[], nn.Module], num_images: int, dtype: torch.dtype) -> list[Row]:
+def bench(
+    name: str, make: Callable[[], nn.Module], num_images: int, dtype: torch.dtype, *, is_compiled: bool
+) -> list[Row]:
     """All rows of one network."""
     print(f"\n{name}, {num_images} images of 224 px, {dtype}", flush=True)
     device, rows = torch.device("cuda"), list[Row]()
@@ -118,29 +140,46 @@ def bench(name: str, make: Callable[[], nn.Module], num_images: int, dtype: torc
     show(rows, Row(name, "plain, captured whole", whole.seconds, torch.cuda.memory_reserved()))
     del replay
     model.zero_grad(set_to_none=True)
+    with checkpoints(model):
+        by_hand = timed(step)
+    show(rows, Row(name, "a checkpoint a block", by_hand.seconds, by_hand.peak_bytes))
+
+    def planned(way: str, budget: int, *, cuda_graphs: bool) -> None:
+        release(device)
+        options: dict[str, Any] = {"optimizer": without_state(model), "loss": loss, "bandwidth": 0, "progress": False}
+        begin = time.perf_counter()
+        try:
+            plan = lowtide.fit(model, x, memory_budget=budget, cuda_graphs=cuda_graphs, **options)
+        except lowtide.InfeasibleBudgetError as error:
+            print(f"{way:28s} {error}", flush=True)
+            return
+        fit_seconds = time.perf_counter() - begin
+        with plan:
+            for _ in range(3):
+                step()  # two run as ever, and one is captured
+            found, stats, graphs = timed(step), plan.stats(), plan._part.graphs
+            row = Row(name, way, found.seconds, stats.measured_peak_bytes or 0, budget)
+            row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
+            row.pool_bytes = None if graphs is None else graphs.held_bytes
+            row.recomputed, row.fit_seconds = stats.recomputed_per_step, fit_seconds
+            row.notes = [note for note in plan.notes if "without CUDA graphs" in note]
+            show(rows, row)
+
+    planned("lowtide, everything stored", 2 * plain.peak_bytes, cuda_graphs=False)
     for share in SHARES:
         for cuda_graphs in (False, True):
             way = f"lowtide at {share:.0%}{', graphs' if cuda_graphs else ''}"
-            release(device)
-            budget = int(share * plain.peak_bytes)
-            options: dict[str, Any] = {"optimizer": without_state(model), "loss": loss, "bandwidth": 0}
-            begin = time.perf_counter()
-            try:
-                plan = lowtide.fit(model, x, memory_budget=budget, cuda_graphs=cuda_graphs, progress=False, **options)
-            except lowtide.InfeasibleBudgetError as error:
-                print(f"{way:28s} {error}", flush=True)
-                continue
-            fit_seconds = time.perf_counter() - begin
-            with plan:
-                for _ in range(3):
-                    step()  # two run as ever, and one is captured
-                found, stats, graphs = timed(step), plan.stats(), plan._part.graphs
-                row = Row(name, way, found.seconds, stats.measured_peak_bytes or 0, budget)
-                row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
-                row.pool_bytes = None if graphs is None else graphs.held_bytes
-                row.recomputed, row.fit_seconds = stats.recomputed_per_step, fit_seconds
-                row.notes = [note for note in plan.notes if "CUDA graphs" in note]
-                show(rows, row)
+            planned(way, int(share * plain.peak_bytes), cuda_graphs=cuda_graphs)
+    if is_compiled:
+        whole_model = torch.compile(model, mode="reduce-overhead")
+
+        def compiled_step() -> None:
+            torch.compiler.cudagraph_mark_step_begin()
+            loss(whole_model(x)).backward()
+            model.zero_grad(set_to_none=True)
+
+        found = timed(compiled_step)
+        show(rows, Row(name, "compiled, reduce-overhead", found.seconds, torch.cuda.memory_reserved()))
     return rows
 
 
@@ -148,6 +187,7 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, help="write everything as JSON")
     parser.add_argument("--only", help="only networks whose name contains this")
+    parser.add_argument("--compiled", action="store_true", help="also compile each as a whole; takes minutes")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         refuse("CUDA graphs need a CUDA device, and there is none")
@@ -159,7 +199,7 @@ def main() -> None:
         usable_file(arguments.output)
     rows: list[Row] = []
     for name, (make, num_images, dtype) in chosen.items():
-        rows += bench(name, make, num_images, dtype)
+        rows += bench(name, make, num_images, dtype, is_compiled=arguments.compiled)
         release(torch.device("cuda"))
         if arguments.output is not None:
             report = {**machine_facts(torch.device("cuda")), "rows": [asdict(row) for row in rows]}

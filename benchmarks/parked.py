@@ -25,6 +25,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic matrix products
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -54,7 +56,7 @@ class Size:
 
 SIZES = {
     "7b": Size(32, 4096, 11008, 32, 32000, 8, 2048),
-    "1b": Size(20, 2048, 5632, 16, 32000, 8, 1024),
+    "1b": Size(20, 2048, 5632, 16, 32000, 4, 1024),
     "tiny": Size(4, 64, 176, 4, 96, 2, 32),
 }
 
@@ -175,7 +177,9 @@ class Bench:
 
     @contextmanager
     def casting(self) -> Iterator[None]:
-        with torch.autocast(self.device.type, torch.bfloat16) if self.given.autocast else nullcontext():
+        """Without torch's cache of casts, which keeps a copy of every weight until the end of the forward."""
+        cast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        with cast if self.given.autocast else nullcontext():
             yield
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -314,6 +318,27 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def print_link(device: torch.device) -> None:
+    """The link's speed each way, alone and both at once."""
+    num_bytes = 2**30
+    memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def gigabytes_a_second(*ways: int) -> float:
+        begin = now(device)
+        for way in ways:
+            with torch.cuda.stream(streams[way]):
+                to, of = (hosts[0], memory[0]) if way else (memory[1], hosts[1])
+                to.copy_(of, non_blocking=True)
+        return num_bytes / (now(device) - begin) / 1e9
+
+    gigabytes_a_second(0, 1)
+    alone = [gigabytes_a_second(0), gigabytes_a_second(1)]
+    both = gigabytes_a_second(0, 1)
+    print(f"link: {alone[0]:.1f} GB/s up, {alone[1]:.1f} GB/s down, {both:.1f} GB/s each way at once", flush=True)
+
+
 def with_fsdp2(given: argparse.Namespace) -> Row:
     """FSDP2 on one device, with its `CPUOffloadPolicy`: weights, gradients and state on the host, stepped there."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -363,6 +388,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their norm")
     parser.add_argument("--foreach", action="store_true", help="AdamW's foreach form, not the fused one")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits each time")
     parser.add_argument("--finer", action="store_true", help="let fit cut inside blocks")
     parser.add_argument("--rows", type=int, default=1024, help="of the MLP")
     parser.add_argument("--width", type=int, default=512, help="of the MLP")
@@ -374,6 +400,11 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     stepping.CUDA_IS_ALLOWED = True
+    if given.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    if given.device == "cuda":
+        print_link(torch.device(given.device))
     rows = [with_fsdp2(given)] if "fsdp2" in given.ways else []
     for row in rows:
         print(line(row), flush=True)

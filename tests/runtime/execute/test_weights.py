@@ -715,6 +715,13 @@ def test_an_optimizer_that_looks_across_parameters():
             lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
 
 
+def test_an_optimizer_is_tried_whatever_the_default_device_is():
+    model, optimizer = model_and_optimizer()
+    with torch.device("meta"):
+        plan = lowtide.attach(model, parking(storing(N)), optimizer=optimizer)
+    plan.detach()
+
+
 def test_several_processes(monkeypatch):
     model, optimizer = model_and_optimizer()
     x = batches(SHAPE, 1)[0]

@@ -13,6 +13,7 @@ from tests.runtime.training import Numbers, assert_equal, seed_all
 from torch import nn
 
 import lowtide
+from lowtide import Backward, Release
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.moving import joint_solution, moving_chain
@@ -22,6 +23,7 @@ from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes
 
 WIDTH, NUM_BLOCKS = 192, 3
+RELEASES = [Release("opt", k) for k in range(1, NUM_BLOCKS + 1)]
 LINK = "2GB/s"
 
 # Losses and norms that `train` notes while it runs, which a budget counts.
@@ -260,6 +262,19 @@ def test_activations_beside_weights_that_move():
             assert stats.measured_peak_bytes <= plan.memory_budget
         assert_equal(got, expected)
         del plan, optimizer, got
+
+
+def test_state_that_leaves_in_the_passes_leaves_in_trial_steps():
+    """Optimizer state does not exist before the first step: what stands in for it moves as the schedule says."""
+    plan, optimizer = fitted(blocks, int(1.3 * least_budget(blocks, 500)), 500)
+    with plan:
+        schedule = plan.schedule
+        leaving = {op.value for op in schedule.operations[: schedule.operations.index(Backward(1))] if op in RELEASES}
+        assert any(kind == "opt" for kind, _ in leaving & schedule.start.device)
+        assert "a trial step took" not in str(plan)
+        train(plan.model, optimizer, batch(blocks, 500))
+        stats = plan.stats()
+        assert abs(stats.predicted_peak_bytes - stats.measured_peak_bytes) <= 2 * _NOTED_BYTES
 
 
 def test_the_leanest_schedule_does_not_depend_on_measured_times():

@@ -388,12 +388,16 @@ def steps_alone(make: Maker, device: torch.device) -> bool:
 
 
 def _ends_of_steps(make: Maker, device: torch.device, *, is_split: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(4, 6, generator=generator).to(device)) for _ in range(2)]
+    generator = torch.Generator("cpu").manual_seed(0)  # torch's default device may be another
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(4, 6, generator=generator, device="cpu").to(device)
+
+    parameters = [nn.Parameter(drawn()) for _ in range(2)]
     optimizer = make(parameters)
     for _ in range(3):
         for scale, parameter in zip((0.1, 30.0), parameters, strict=True):
-            parameter.grad = (scale * torch.randn(4, 6, generator=generator)).to(device)
+            parameter.grad = scale * drawn()
         for some in ([parameters[0]], [parameters[1]]) if is_split else (parameters,):
             with _restricted(optimizer, set(map(id, some))):
                 _plain_step(optimizer)(optimizer)

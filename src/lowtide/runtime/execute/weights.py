@@ -400,7 +400,9 @@ class Spent(torch.Tensor):
         if func is torch.ops.aten.zero_.default:
             return args[0]
         if func is torch.ops.aten._foreach_zero_.default:  # gradients of weights that stay may be among them
-            torch._foreach_zero_([gradient for gradient in args[0] if type(gradient) is not cls])
+            for gradient in args[0]:
+                if type(gradient) is not cls:
+                    gradient.zero_()
             return None
         raise ExecutionError(
             "this gradient was used up: with step_in_backward=True weights are updated in backward, so gradients "
@@ -432,6 +434,7 @@ class Weights:
         self.optimizer = optimizer
         self.moved_bytes = 0
         self._turn = 0
+        self._stand_ins: dict[int, list[torch.Tensor]] = {}  # by the parameter's id
         self._values: dict[Value, Parked] = {}
         for k, own in parameters.items():
             self._values[("w", k)] = Parked(tier, partial(_keyed, own), self._adopted)
@@ -442,16 +445,35 @@ class Weights:
         if self.optimizer is None:
             return
         for parameter in parameters:
+            for index, tensor in enumerate(self._stand_ins.get(id(parameter), ())):
+                yield (id(parameter), index), tensor
             state = self.optimizer.state.get(parameter, {})
             for name, value in state.items() if isinstance(state, Mapping) else ():
                 is_there = isinstance(value, torch.Tensor) and value.device == parameter.device
                 if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
                     yield (id(parameter), name), value
 
+    def stand_in(self, state_bytes: Mapping[int, int]) -> None:
+        """Have memory move that is as large as state that the optimizer has not made yet, for a trial.
+
+        Args:
+            state_bytes: of each parameter, by its id.
+        """
+        assert self.optimizer is not None
+        for parameter in (parameter for own in self.parameters.values() for parameter in own):
+            if not self.optimizer.state.get(parameter):
+                num_tensors = state_bytes.get(id(parameter), 0) // max(1, parameter.nbytes)
+                self._stand_ins[id(parameter)] = [self._at_home(parameter) for _ in range(num_tensors)]
+
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a tensor in a place on the tier, to become optimizer state of a parameter."""
-        mirror = self._tier.mirror(parameter)  # state of its shape has its dtype and strides
-        mirror.tensor.copy_(tensor)
+        adopted = self._at_home(parameter)
+        adopted.copy_(tensor)
+        return adopted
+
+    def _at_home(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A new tensor in a place on the tier; state of a parameter's shape has its dtype and strides."""
+        mirror = self._tier.mirror(parameter)
         self._adopted[mirror.tensor.untyped_storage()._cdata] = mirror
         return mirror.tensor.detach()  # an object of its own, which will have device memory from time to time
 
@@ -586,6 +608,7 @@ class Weights:
         Raises:
             ExecutionError: where the device has no room; what is left on the host stays usable there.
         """
+        self._stand_ins.clear()
         num_bound = sum(value.bind() for value in self._values.values())
         try:
             for value in self._values.values():
@@ -599,6 +622,7 @@ class Weights:
         self._tier.finish()
         for value in self._values.values():
             value.give_up_places()
+        self._adopted.clear()
         if num_bound:
             warnings.warn(
                 f"{num_bound} weights, gradients or tensors of optimizer state stay in host memory after detaching, "

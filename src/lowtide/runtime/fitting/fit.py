@@ -200,7 +200,9 @@ def _graphs(cuda_graphs: bool | str, device: torch.device) -> bool | str:
         raise PlanError(f"cuda_graphs is {shown(cuda_graphs)}, expected True, False or {AUTO!r}")
     if cuda_graphs is True:
         check_can_graph(device)
-    return cuda_graphs if device.type == "cuda" else False
+    if cuda_graphs is True and is_distributed():
+        warnings.warn("steps of several processes run without CUDA graphs", LowtideWarning, stacklevel=3)
+    return cuda_graphs if device.type == "cuda" and not is_distributed() else False
 
 
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:

@@ -18,7 +18,7 @@ from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
 from lowtide.runtime.transfer.file_tier import FileTier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
-from lowtide.schedule import Offload, Predicted, Release, Schedule, Update, Value
+from lowtide.schedule import Offload, Predicted, Release, Update, Value
 from lowtide.solve import Solution, solve
 from lowtide.strategies.base import AUTO
 from lowtide.trace import Trace
@@ -41,6 +41,7 @@ class Moving:
         rest_bytes: the same for the parameters that stay.
         mirror_bytes: the room of each value on the lower tier.
         moved: the ids of the parameters that may move, by stage.
+        state_bytes: the optimizer's state of each parameter, by its id.
     """
 
     chain: Chain
@@ -48,15 +49,16 @@ class Moving:
     rest_bytes: int
     mirror_bytes: Mapping[Value, int]
     moved: Mapping[int, frozenset[int]]
+    state_bytes: Mapping[int, int]
 
     def with_chain(self, chain: Chain) -> Moving:
         """The same with other figures of the stages."""
         return replace(self, chain=chain)
 
-    def without_state(self, schedule: Schedule) -> frozenset[int]:
-        """The ids of the parameters whose state is on the host when a step begins."""
-        away = (own for k, own in self.moved.items() if ("opt", k) not in schedule.start.device)
-        return frozenset(key for own in away for key in own)
+    @property
+    def movable(self) -> frozenset[int]:
+        """The ids of all parameters that may move; their optimizer state moves by itself."""
+        return frozenset(key for own in self.moved.values() for key in own)
 
 
 def why_not(model: nn.Module, settings: Settings) -> str:
@@ -109,7 +111,7 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     base_bytes = staying + (-sum(s.weight_grad_bytes for s in stages) if chain.grads_resident else gradients)
     rest = [parameter for parameter in model.parameters() if id(parameter) not in movable_ids]
     found = replace(chain, base_bytes=max(0, base_bytes), stages=tuple(stages))
-    return Moving(found, tuple(step_bytes), update_figures(optimizer, rest).extra_bytes, mirrors, moved)
+    return Moving(found, tuple(step_bytes), update_figures(optimizer, rest).extra_bytes, mirrors, moved, state_bytes)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

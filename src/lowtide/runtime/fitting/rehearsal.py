@@ -41,7 +41,7 @@ class TrainingStep:
         grads_resident: whether gradients are there from the beginning.
         keeps_result: whether the model's result is in hand while backward runs.
         kept_bytes: what is in hand of the last result until the next one is there, as in `output = model(x)`.
-        moved: the ids of parameters whose state is not on the device during forward and backward.
+        moved: the ids of parameters whose state the schedule moves, with something that stands in for it.
     """
 
     sample: Sample

@@ -37,6 +37,7 @@ from lowtide.runtime.fitting.planning import (
 from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
+from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -99,7 +100,7 @@ class Planned:
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
         self.tier.expect(needed)
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
-        return Execution(
+        execution = Execution(
             model,
             self.split,
             schedule,
@@ -109,6 +110,9 @@ class Planned:
             optimizer=optimizer,
             is_trial=is_trial,
         )
+        if is_trial and self.moving is not None and execution.weights is not None:
+            execution.weights.stand_in(self.moving.state_bytes)
+        return execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +152,9 @@ def plan_for(
     Raises:
         InfeasibleBudgetError: with the least of the budgets that work with either cuts.
     """
+    of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     with many_compilations() if settings.compilation is not None else nullcontext():
-        split, (chain, compiled) = measured_for(model, sample, settings)
+        split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
         try:
             return _planned_with(model, sample, split, chain, settings, after, goes_on=goes_on), compiled
         except BaseException as error:
@@ -161,7 +166,7 @@ def plan_for(
             message, least = str(error), error.minimum_bytes
     finer = replace(settings, finer_than=split.num_stages)
     try:
-        split, (chain, _) = measured_for(model, sample, finer)
+        split, (chain, _) = measured_for(model, sample, finer, of_kind)
         return _planned_with(model, sample, split, chain, finer, after, goes_on=goes_on), None
     except InfeasibleBudgetError as error:
         if error.minimum_bytes < least:
@@ -192,9 +197,12 @@ def _planned_with(
 
 
 def measured_for(
-    model: nn.Module, sample: Sample, settings: Settings
+    model: nn.Module, sample: Sample, settings: Settings, of_kind: dict[str, StageFigures] | None = None
 ) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
-    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
+    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place.
+
+    Stages of kinds that are in `of_kind` are not measured again; see `measure_split`.
+    """
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
@@ -216,6 +224,7 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
             )
         except BaseException:
@@ -416,7 +425,7 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.grads_resident,
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
-        frozenset() if planned.moving is None else planned.moving.without_state(planned.solution.schedule),
+        frozenset() if planned.moving is None else planned.moving.movable,
     )
     return rehearse(
         model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class Pool:
         # Other threads may go on using the device meanwhile: that which puts batches into pinned memory does.
         mode = "thread_local"
         try:
-            with _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode):
+            with _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode), _without_collector():
                 yield
         except BaseException:
             # Where a capture breaks off, torch leaves its stream in place, and the generator waiting for its end.
@@ -81,6 +82,18 @@ class Pool:
     def end(self) -> None:
         """The backward of the last forward has been replayed."""
         self._pending = None
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector from freeing a graph, or memory of another stream, which would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

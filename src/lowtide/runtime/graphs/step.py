@@ -111,6 +111,10 @@ class GraphedStep:
         self._is_trained: list[bool] = []
 
         def take(tensor: torch.Tensor) -> Slot:
+            if tensor.device != self.pool.device:
+                raise NotCapturableError(
+                    f"a tensor of the result is on {tensor.device}; compute it on {self.pool.device}, or outside"
+                )
             self._outputs.append(_borrowed(tensor, self._graphs))
             self._is_trained.append(tensor.requires_grad)
             return Slot(len(self._outputs) - 1)

@@ -21,6 +21,7 @@ from lowtide.runtime.graphs.step import GraphedStep, NotCapturableError, address
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.state.cells import Cells, Look
 from lowtide.runtime.state.surroundings import Surroundings
+from lowtide.units import format_bytes
 
 LOGGER = logging.getLogger("lowtide")
 
@@ -90,7 +91,12 @@ class GraphedSteps:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know."""
-        return (f"{_OFF}: {self.refusal}",) if self.refusal else ()
+        if self.refusal:
+            return (f"{_OFF}: {self.refusal}",)
+        pool = (
+            f"; their memory, {format_bytes(self.held_bytes)}, stays reserved between steps" if self.held_bytes else ""
+        )
+        return (f"steps are replayed as CUDA graphs{pool}",)
 
     def release(self) -> None:
         """Free all graphs; they are captured again when they are needed."""

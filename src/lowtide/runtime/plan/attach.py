@@ -89,8 +89,13 @@ def attach(
     if schedule.manages:
         check_steps_alone(optimizer)
     execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=optimizer)
-    graphs = GraphedSteps(execution, Pool(device_of(model))) if cuda_graphs else None
+    graphs = graphs_of(execution) if cuda_graphs else None
     return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth, graphs=graphs))
+
+
+def graphs_of(execution: Execution) -> GraphedSteps:
+    """What runs the steps of an execution as CUDA graphs."""
+    return GraphedSteps(execution, Pool(execution.machine.device))
 
 
 def check_can_graph(device: torch.device, *, are_moved: bool = False) -> None:

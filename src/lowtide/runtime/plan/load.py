@@ -16,7 +16,16 @@ from lowtide.files import read_json
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.plan.attach import check_is_model, check_legal, check_steps_alone, host_bytes, tier_for
+from lowtide.runtime.plan.attach import (
+    check_can_graph,
+    check_is_model,
+    check_legal,
+    check_steps_alone,
+    device_of,
+    graphs_of,
+    host_bytes,
+    tier_for,
+)
 from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, fingerprint
 from lowtide.schedule import Schedule
@@ -28,6 +37,7 @@ def load_plan(
     *,
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    cuda_graphs: bool = False,
 ) -> Plan:
     """Attach a plan that was saved with `plan.save`.
 
@@ -36,6 +46,7 @@ def load_plan(
         model: the same model as then, on the same kind of device.
         host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
         optimizer: the optimizer of all trained parameters, for a plan that moves weights.
+        cuda_graphs: on CUDA, capture steps as graphs and replay them.
 
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
@@ -43,7 +54,9 @@ def load_plan(
     """
     values = read_json(path, PlanError)
     try:
-        return plan_from_dict(values, model, host_memory_budget=host_memory_budget, optimizer=optimizer)
+        return plan_from_dict(
+            values, model, host_memory_budget=host_memory_budget, optimizer=optimizer, cuda_graphs=cuda_graphs
+        )
     except (PlanError, ChainError, ScheduleError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from None
 
@@ -54,6 +67,7 @@ def plan_from_dict(
     *,
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    cuda_graphs: bool = False,
 ) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
     check_is_model(model)
@@ -72,6 +86,8 @@ def plan_from_dict(
     numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
     bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
     tier = tier_for(model, host_memory_budget, 0 if chain is None else host_bytes(chain, schedule))
+    if cuda_graphs:
+        check_can_graph(device_of(model), are_moved=bool(schedule.manages))
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
@@ -92,6 +108,7 @@ def plan_from_dict(
         numbers["rehearsed_peak_bytes"],
         compiled=compiled,
         checked=checked,
+        graphs=graphs_of(execution) if cuda_graphs else None,
     )
     return Plan(model, part)
 

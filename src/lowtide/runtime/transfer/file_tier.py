@@ -93,7 +93,7 @@ class _FileMirror:
         memory.untyped_storage().room = room  # type: ignore[attr-defined]  # given back when the last view of it dies
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
         storage = exclude(memory).untyped_storage()
-        self.tensor = torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+        self.tensor = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape, like.stride())
 
 
 class FileTier:

@@ -54,14 +54,36 @@ class _Copy(NamedTuple):
     event: torch.cuda.Event
     era: int
     """Copies of earlier eras than the current one have been waited for."""
+    number: int
+    """How many were queued before, or with it."""
+
+
+class _Guard:
+    """The last copy up out of room that was given back since: whoever is given that room waits for it.
+
+    Copies up end in the order in which they were queued. To wait for the last of all of them would be enough, too, and
+    would let copies down wait for copies up throughout.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: _Copy | None = None
+
+    def note(self, load: _Copy | None) -> None:
+        """Room that such a copy reads, or has read, is given back."""
+        if load is not None and (self.last is None or load.number > self.last.number):
+            self.last = load
 
 
 class _PinnedRegion:
-    """Room in a slab for some storages, and the last copy that reads or writes it."""
+    """Room in a slab for some storages, the last copy that reads or writes it, and the last one that reads it."""
 
-    __slots__ = ("last_copy", "num_bytes", "parts", "room")
+    __slots__ = ("_guard", "last_copy", "last_load", "num_bytes", "parts", "room")
 
-    def __init__(self, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
+    def __init__(self, guard: _Guard, slab: _Slab, room: Room, sizes: Sequence[int]) -> None:
+        self._guard = guard
+        self.last_load: _Copy | None = None
         self.room = room
         self.num_bytes = room.num_bytes
         self.parts: list[torch.Tensor] = []
@@ -70,6 +92,9 @@ class _PinnedRegion:
         for num_bytes in sizes:
             self.parts.append(slab.bytes_at(offset, num_bytes))
             offset += rounded(num_bytes)
+
+    def __del__(self) -> None:
+        self._guard.note(self.last_load)
 
 
 class _PinnedTicket:
@@ -111,9 +136,11 @@ class _PinnedMirror:
     Copies go through `host`, the same memory as the CPU sees it, so that copy engines do them.
     """
 
-    __slots__ = ("host", "last_copy", "tensor")
+    __slots__ = ("_guard", "host", "last_copy", "last_load", "tensor")
 
-    def __init__(self, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+    def __init__(self, guard: _Guard, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+        self._guard = guard
+        self.last_load: _Copy | None = None
         if not slab.is_pinned:
             raise ExecutionError(
                 "weights can only be moved to pinned host memory, and the system refuses to pin it; raise the limit of "
@@ -126,6 +153,9 @@ class _PinnedMirror:
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         self.tensor = empty.set_(memory.untyped_storage(), 0, like.shape, like.stride())
+
+    def __del__(self) -> None:
+        self._guard.note(self.last_load)
 
 
 class PinnedTier:
@@ -153,8 +183,8 @@ class PinnedTier:
         self._slabs = Pieces(partial(_Slab, progress), expected_bytes, _SMALLEST_PIECE_BYTES, limit_bytes)
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
-        # Room that is given back may still be read by a copy up; copies up end in order, so the last one guards all.
-        self._last_load: _Copy | None = None
+        self._guard = _Guard()
+        self._num_queued = 0
         self._era = 0
         self._has_queued = False  # copies, in this era
 
@@ -192,9 +222,9 @@ class PinnedTier:
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_PinnedRegion, _PinnedTicket]:
         """Queue copies of storages down."""
         sizes = [storage.nbytes() for storage in storages]
-        region = _PinnedRegion(*self._slabs.take(sum(map(rounded, sizes))), sizes)
+        region = _PinnedRegion(self._guard, *self._slabs.take(sum(map(rounded, sizes))), sizes)
         self.to_host.wait_stream(torch.cuda.current_stream(self.device))
-        self.wait_for(self.to_host, self._last_load)
+        self.wait_for(self.to_host, self._guard.last)
         with torch.cuda.stream(self.to_host):
             for part, storage in zip(region.parts, storages, strict=True):
                 part.copy_(_bytes_of(storage), non_blocking=True)
@@ -209,13 +239,14 @@ class PinnedTier:
         with torch.cuda.stream(self.to_device):
             for tensor, part in zip(memory, region.parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
-            self._last_load = self._queued(self.to_device)
-        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(self._last_load, self)
+            region.last_load = self._queued(self.to_device)
+        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(region.last_load, self)
 
     def _queued(self, stream: torch.cuda.Stream) -> _Copy:
         """What was given to a stream last."""
         self._has_queued = True
-        return _Copy(stream.record_event(), self._era)
+        self._num_queued += 1
+        return _Copy(stream.record_event(), self._era, self._num_queued)
 
     def mirror(self, tensor: torch.Tensor) -> _PinnedMirror:
         """Make a place in pinned memory for a tensor without gaps."""
@@ -223,7 +254,7 @@ class PinnedTier:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.to_host)
         current.wait_stream(self.to_device)
-        return _PinnedMirror(*self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
+        return _PinnedMirror(self._guard, *self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
 
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
         """Queue copies of tensors to their places, after all that the compute stream was given to do with either."""
@@ -240,16 +271,14 @@ class PinnedTier:
             for tensor, mirror in pairs:
                 _flat_bytes(tensor).copy_(mirror.host, non_blocking=True)
         ticket = self._copied(self.to_device, pairs)
-        self._last_load = ticket.copy
+        for _, mirror in pairs:
+            mirror.last_load = ticket.copy
         return ticket
 
     def _wait_before(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> None:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for copy in {mirror.last_copy for _, mirror in pairs}:
             self.wait_for(stream, copy)
-        # Room that was given back may still be read by a copy up that was queued for its former owner.
-        if stream is self.to_host:
-            self.wait_for(stream, self._last_load)
 
     def _copied(self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
         copy = self._queued(stream)
