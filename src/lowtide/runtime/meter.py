@@ -210,6 +210,14 @@ class StepMeter:
         return None if account is None else self._peak[0]
 
 
+def held_bytes() -> int:
+    """The bytes of all tensors that Python holds on the CPU now, each storage once."""
+    account = _WatchedAccount("cpu", search=True)
+    for tensor in _existing_tensors():
+        account.see(tensor)
+    return account.live_bytes()
+
+
 class _CudaAccount:
     """The allocator keeps one peak for all: each reset first hands it to every open meter of the device."""
 
