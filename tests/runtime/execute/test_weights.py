@@ -628,7 +628,7 @@ def test_a_gradient_that_is_complete_after_the_backward_of_its_stage():
         assert_equal(train_with_penalty(model, optimizer), expected)
 
 
-@pytest.mark.parametrize("what", ["weights of stage 1", "settings of the optimizer"])
+@pytest.mark.parametrize("what", ["weights of stage 1", "settings of the optimizer", "gradients"])
 def test_changes_between_updates_in_backward_and_the_step_are_refused(what):
     model, optimizer = model_and_optimizer()
     x = batches(SHAPE, 1)[0]
@@ -637,12 +637,16 @@ def test_changes_between_updates_in_backward_and_the_step_are_refused(what):
         if "weights" in what:
             with torch.no_grad():
                 model[0].weight.mul_(0.9)
+        elif "gradients" in what:
+            model[0].weight.grad = None
         else:
             optimizer.param_groups[0]["lr"] = 0.5
         with pytest.raises(ExecutionError, match=f"{what}.* changed between backward and optimizer.step"):
             optimizer.step()
         square_loss(model(x)).backward()
         optimizer.step()
+        with pytest.raises(ExecutionError, match="was called again after one backward"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

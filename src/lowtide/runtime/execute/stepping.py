@@ -128,6 +128,7 @@ class StagedSteps:
         self._awaits_step = False  # whether backward has updated weights, and the user has not called the step yet
         self._used: list[dict[str, Any]] = []  # the groups' settings in the last update in backward
         self._versions: dict[int, list[int]] = {}  # of the weights of a stage, after its update in backward
+        self._spent: list[nn.Parameter] = []  # those that were updated in backward
         self._loading: Any = None
         self._ending: Callable[[], Any] = lambda: None
 
@@ -156,6 +157,8 @@ class StagedSteps:
         _check_is_alone()
         if self._awaits_step:
             self._awaits_step = False
+            self._versions.clear()
+            self._spent.clear()
             raise ExecutionError(
                 "weights were updated in the last backward (step_in_backward=True), but optimizer.step() was not "
                 "called after it; accumulating gradients or skipping steps needs step_in_backward=False"
@@ -174,6 +177,11 @@ class StagedSteps:
             if self._awaits_step:
                 self._awaits_step = False
                 self._check_same_since_backward()
+            elif any(type(p.grad) is Spent for own in self._weights.parameters.values() for p in own):
+                raise ExecutionError(
+                    "optimizer.step() was called again after one backward, but step_in_backward=True has used its "
+                    "gradients up; use step_in_backward=False for several steps"
+                )
             with _without_hooks(self._optimizer):
                 for operation in self._placement.updates:
                     if isinstance(operation, Update):
@@ -202,6 +210,7 @@ class StagedSteps:
             self._update(k, _plain_step(self._optimizer), (), {})
         self._used = _settings_of(self._optimizer)
         self._versions[k] = versions_of(self._weights.parameters.get(k, ()))
+        self._spent += [p for p in self._weights.parameters.get(k, ()) if type(p.grad) is Spent]
 
     def _check_same_since_backward(self) -> None:
         """Refuse what was done between backward and the step, and would have been of effect there."""
@@ -209,7 +218,10 @@ class StagedSteps:
         for k, versions in self._versions.items():
             if versions_of(self._weights.parameters.get(k, ())) != versions:
                 what = f"weights of stage {k}"
+        if any(type(parameter.grad) is not Spent for parameter in self._spent):
+            what = "gradients"
         self._versions.clear()
+        self._spent.clear()
         if what:
             raise ExecutionError(
                 f"{what} were changed between backward and optimizer.step(), but step_in_backward=True has updated "
