@@ -112,15 +112,17 @@ class Execution:
         assert self.handler is not None
         return self.handler(plain, args, kwargs)
 
-    def remove(self) -> None:
-        """Call the model directly again; weights that were moved come back.
+    def remove(self, successor: Execution | None = None) -> None:
+        """Call the model directly again; weights that were moved come back, but for those that another execution, which
+        is installed next, goes on with.
 
         Raises:
             ExecutionError: where the device has no room for all of them; the rest stays usable in host memory.
         """
         self._interception.remove()
         if self._steps is not None:
-            self._steps.remove()
+            shares = successor is not None and successor.machine.tier is self.machine.tier
+            self._steps.remove(successor._steps if successor is not None and shares else None)
 
     @property
     def is_busy(self) -> bool:

@@ -143,13 +143,16 @@ class StagedSteps:
         if not self._placement.steps_in_backward:
             self._weights.make_room()
 
-    def remove(self) -> None:
-        """Have everything on the device again."""
+    def remove(self, successor: StagedSteps | None = None) -> None:
+        """Have everything on the device again; what another schedule goes on with stays where it is."""
         if self._loading is not None:
             self._loading.remove()
             self._loading = None
             self._ending()
-        self._weights.bring_back()
+        if successor is None:
+            self._weights.bring_back()
+        else:
+            self._weights.hand_to(successor._weights)
 
     def begin(self) -> None:
         """A forward begins."""

@@ -27,7 +27,7 @@ from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of
+from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
@@ -85,7 +85,8 @@ def fit(
         host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
             the schedule needs is taken.
         optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state. With
-            the optimizer itself, weights, gradients and optimizer state may live on the host, too (on the CPU so far).
+            the optimizer itself, weights, gradients and optimizer state live on the host and are fetched when they are
+            needed, where nothing else stays within the budget (on the CPU so far).
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
@@ -151,6 +152,7 @@ def fit(
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
         step_in_backward=step_in_backward,
+        may_move=isinstance(unwrapped(optimizer), torch.optim.Optimizer),
         cuda_graphs=_graphs(cuda_graphs, device),
     )
     called = Sample.of(sample_from(model, sample))
@@ -221,6 +223,8 @@ class _Fitting:
         self._model = model
         self.settings = settings
         self._device = device_of(model)
+        # One for all schedules: what one of them has on the host another goes on with, and room is pinned once.
+        self._tier = tier_for(model, settings.host_memory_budget, progress=settings.progress)
         self._compiled: list[CompiledStages] = []
         self._pool: Pool | None = None
         self._planned: dict[Signature, Planned] = {}
@@ -250,7 +254,9 @@ class _Fitting:
                 apart = _apart(sample)
                 refuse_an_empty_batch(apart)
                 draw_the_fullest(self._model, apart)
-                planned, compiled = plan_for(self._model, apart, settings, after=after, goes_on=goes_on)
+                planned, compiled = plan_for(
+                    self._model, apart, settings, tier=self._tier, after=after, goes_on=goes_on
+                )
         except BaseException:
             for earlier in self._compiled[-1:]:  # the parts there are go on with them
                 earlier.install()
