@@ -22,7 +22,7 @@ _IMPORTS_TORCH = re.compile(r"^(import|from) torch\b", re.MULTILINE)
 _IMPORTED_LATE, _IMPORTED_TO_COMPILE = "torch._dynamo", "torch._inductor.compile_fx"
 
 
-_LAST_PATH = pytest.StashKey[Path]()
+_NUM_MODULES = pytest.StashKey[int]()
 
 
 class _NoTorch:
@@ -71,13 +71,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before another file: what stays (frameworks that were imported, compiled code) is not looked at again.
-
-    Not after the last test of a file, when pytest still holds its fixtures: what is frozen is never collected.
-    """
-    if item.config.stash.get(_LAST_PATH, None) not in (None, item.path):
+    """Once more after a test that imported something: frameworks and compilers bring as much."""
+    if item.config.stash.get(_NUM_MODULES, 0) != len(sys.modules):
         _freeze()
-    item.config.stash[_LAST_PATH] = item.path
+    item.config.stash[_NUM_MODULES] = len(sys.modules)
 
 
 def _freeze() -> None:

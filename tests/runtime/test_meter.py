@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import numpy
 import pytest
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import Meter, exclude
+import lowtide
+from lowtide.runtime.meter import Meter, exclude, settled
 
 
 def test_each_storage_counts_once_and_until_it_dies() -> None:
@@ -111,6 +115,58 @@ def test_existing_gradients_are_counted() -> None:
     parameter.sum().backward()
     with Meter("cpu") as meter:
         assert meter.live_bytes - without == 4000
+
+
+@pytest.fixture
+def _unfrozen() -> Iterator[None]:
+    """As in a program that freezes nothing, unlike all these tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("_unfrozen")
+def test_in_a_settled_heap_all_tensors_count_and_only_new_objects_are_looked_at() -> None:
+    parameter, dies = nn.Parameter(torch.ones(1000)), torch.ones(500)
+    with Meter("cpu") as meter:
+        before = meter.live_bytes
+    with settled(torch.device("cpu")):
+        assert len(gc.get_objects()) < 1000
+        parameter.sum().backward()
+        ring = [torch.ones(2000)]
+        ring.append(ring)
+        with settled(torch.device("cpu")), Meter("cpu") as meter:
+            assert meter.live_bytes - before == 4000 + 8000
+            del ring, dies
+            gc.collect()
+            assert meter.live_bytes - before == 4000 - 2000
+        assert gc.get_freeze_count() > 0  # the inner block leaves the outer one's alone
+        with Meter("cpu") as meter:
+            assert meter.live_bytes - before == 4000 - 2000
+    assert gc.get_freeze_count() == 0
+    with Meter("cpu") as meter:
+        assert meter.live_bytes - before == 4000 - 2000
+
+
+@pytest.mark.usefixtures("_unfrozen")
+def test_a_fit_that_fails_leaves_the_heap_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    looked_at = []
+    monkeypatch.setattr(gc, "collect", lambda collect=gc.collect: (looked_at.append(len(gc.get_objects())), collect()))
+    with pytest.raises(lowtide.InfeasibleBudgetError):
+        lowtide.fit(model, torch.ones(2, 4), memory_budget=1, bandwidth=0)
+    assert gc.get_freeze_count() == 0
+    assert len(looked_at) > 1
+    assert looked_at[1] < looked_at[0] / 4
+
+
+@pytest.mark.usefixtures("_unfrozen")
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    with settled(torch.device("cpu")):
+        assert gc.get_freeze_count() == num_frozen
+    assert gc.get_freeze_count() == num_frozen
 
 
 def test_an_exception_closes_the_meter() -> None:

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -30,6 +31,10 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import TensorWeakRef
+
+# The tensors that were there when the heap was `settled`: a search of the heap does not meet them.
+_settled_tensors: list[TensorWeakRef] = []
 
 # Storages that live in main memory but stand for another tier, for instance a mapped file.
 _excluded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
@@ -51,6 +56,27 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def settled(device: torch.device) -> Iterator[None]:
+    """Collect once, and leave all that is there then out of collections and of searches for tensors on this device.
+
+    Planning makes many of both, and each takes as long as the program is large. Where a program has frozen its objects
+    itself, they stay as they are, and the others are looked at each time.
+    """
+    if gc.get_freeze_count() > 0:  # the program's own, or those of a block around this one
+        yield
+        return
+    gc.collect()
+    if device.type != "cuda":  # whose allocator knows
+        _settled_tensors.extend(map(TensorWeakRef, _tensors_on_the_heap()))
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        _settled_tensors.clear()
 
 
 class _Account(Protocol):
@@ -182,6 +208,14 @@ class StepMeter:
                 account.end()
         _remove_ended()
         return None if account is None else self._peak[0]
+
+
+def held_bytes() -> int:
+    """The bytes of all tensors that Python holds on the CPU now, each storage once."""
+    account = _WatchedAccount("cpu", search=True)
+    for tensor in _existing_tensors():
+        account.see(tensor)
+    return account.live_bytes()
 
 
 class _CudaAccount:
@@ -386,7 +420,8 @@ def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _existing_tensors() -> Iterable[torch.Tensor]:
     """All tensors that Python holds, with their gradients."""
-    for tensor in _tensors_on_the_heap():
+    settled_before = (reference() for reference in _settled_tensors)
+    for tensor in chain(_tensors_on_the_heap(), (tensor for tensor in settled_before if tensor is not None)):
         yield tensor
         if not _has_no_memory(tensor) and tensor.is_leaf and tensor.grad is not None:
             yield tensor.grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from benchmarks.coverage_shapes import UNet
@@ -13,6 +15,8 @@ from lowtide import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.fitting import trials
 from lowtide.runtime.fitting.trials import Planned
+from lowtide.runtime.measure.figures import Measurer
+from lowtide.runtime.measure.stage_figures import StageFigures
 
 
 def network() -> nn.Module:
@@ -60,6 +64,27 @@ def test_the_lesser_of_both_budgets_is_named(monkeypatch: pytest.MonkeyPatch, le
     with pytest.raises(InfeasibleBudgetError, match=f"plan {least.index(1000) + 1}") as caught:
         lowtide.fit(network(), torch.randn(2, 3, 16, 16), memory_budget=1, bandwidth=0)
     assert caught.value.minimum_bytes == 1000
+
+
+def test_stages_that_both_cuts_have_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+    measured = Measurer.measured
+
+    def note(self: Measurer, k: int, inputs: Sequence[torch.Tensor]) -> StageFigures:
+        kinds.append(self._staged.split.stages[k - 1].kind)
+        return measured(self, k, inputs)
+
+    monkeypatch.setattr(Measurer, "measured", note)
+    seen = refusing(monkeypatch, 2000, 1000)
+    x = torch.randn(2, 3, 16, 16)
+    with pytest.raises(InfeasibleBudgetError):
+        lowtide.fit(network(), x, memory_budget=1, bandwidth=0, loss=loss)
+    first, second = (capture(network(), x, loss=loss, finer=finer) for finer in (False, True))
+    assert seen == [first.num_stages, second.num_stages]
+    last = {first.stages[-1].kind, second.stages[-1].kind}  # the caller has the last one's result
+    repeated = {kind for kind in kinds if kinds.count(kind) > 1}
+    assert repeated <= last
+    assert {stage.kind for stage in first.stages} & {stage.kind for stage in second.stages} - last
 
 
 def test_a_model_that_cannot_be_cut_more_finely_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

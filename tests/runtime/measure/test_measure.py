@@ -530,6 +530,16 @@ def test_the_steps_of_an_optimizer_are_timed() -> None:
     assert not any(stage.update_seconds for stage in chain.stages)
 
 
+@pytest.mark.parametrize("shape", [(), (40,), (24, 40), (4, 24, 40), (4, 24, 3, 3)])
+def test_state_that_has_single_sides_of_a_parameter(shape):
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.Adafactor([parameter])
+    before = optimizer_state_bytes(optimizer, [parameter])[id(parameter)]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert before == sum(value.nbytes for value in optimizer.state[parameter].values())
+
+
 @pytest.mark.parametrize("kind", ["sgd", "sgd-momentum", "adam", "adamw", "adagrad", "rmsprop", "adadelta", "nadam"])
 def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     classes = {"sgd": "SGD", "sgd-momentum": "SGD", "adamw": "AdamW", "rmsprop": "RMSprop", "nadam": "NAdam"}

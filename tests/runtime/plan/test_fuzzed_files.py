@@ -113,3 +113,27 @@ def test_a_split_that_holds_something_else(edit, name, tmp_path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(lowtide.PlanError, match=f"plan.json: {name} is .*, which is invalid"):
         lowtide.load_plan(tmp_path / "plan.json", network())
+
+
+def test_a_chain_that_lost_a_stage_is_refused_where_values_move(tmp_path) -> None:
+    """The room on the lower tier is computed from it."""
+    options = {"memory_budget": "1GB", "bandwidth": "50GB/s", "strategy": "offload"}
+    with lowtide.fit(model := network(), X, **options) as plan:
+        values = plan.to_dict()
+    stages = [["offload", "abar", 4], ["release", "abar", 4], ["prefetch", "abar", 4]]
+    first_backward = next(
+        n for n, operation in enumerate(values["schedule"]["operations"]) if operation[0] == "backward"
+    )
+    values["schedule"]["operations"][first_backward:first_backward] = stages
+    del values["chain"]["stages"][-1]
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(lowtide.LowtideError, match="has 3 stages, but the model has 4"):
+        lowtide.load_plan(tmp_path / "plan.json", model)
+
+
+def test_a_unit_that_the_model_does_not_have_is_refused_by_name(tmp_path) -> None:
+    values = json.loads(plan_values())
+    values["split"]["stages"][1]["units"][0][0] = "other"
+    (tmp_path / "plan.json").write_text(json.dumps(values))
+    with pytest.raises(lowtide.PlanError, match="submodule 'other', which the model does not have"):
+        lowtide.load_plan(tmp_path / "plan.json", network())

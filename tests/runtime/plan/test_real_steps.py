@@ -26,6 +26,7 @@ import lowtide
 from lowtide import Backward, Forward
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.meter import Meter, StepMeter
+from lowtide.runtime.plan import steps
 from lowtide.runtime.plan.signature import Signature
 from lowtide.units import format_bytes
 
@@ -278,6 +279,24 @@ def test_what_the_loop_keeps_counts():
     with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
         peaks_of([lambda: model(x)] * 3, optimizer)
     del average
+
+
+def test_what_the_loop_begins_to_keep_later_counts(monkeypatch):
+    monkeypatch.setattr(steps, "_TIMES_BETWEEN_LOOKS", 0)
+    model, x = deep(8), torch.randn(ROWS, WIDTH)
+    optimizer, kept = torch.optim.SGD(model.parameters(), 0.1), []
+    fitted(model, x, 1.3, optimizer=optimizer, loss=square)
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
+            square(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(10)
+    kept.append(torch.zeros(100_000))  # the next that is measured in any case is the 16th
+    with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        train(2)
 
 
 def test_what_an_aborted_backward_leaves_is_freed():

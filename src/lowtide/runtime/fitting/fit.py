@@ -25,6 +25,7 @@ from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
+from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for
@@ -248,7 +249,7 @@ class _Fitting:
         if self._planned and not trains(settings.optimizer, self._model):  # its parameters were replaced since
             settings = replace(settings, optimizer=_ASSUMED_OPTIMIZER)
         try:
-            with preserved(self._model):
+            with settled(self._device), preserved(self._model):
                 if not self._model.training:
                     self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
                 apart = _apart(sample)

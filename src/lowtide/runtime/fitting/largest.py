@@ -12,6 +12,7 @@ from torch import nn
 from lowtide.errors import CaptureError, InfeasibleBudgetError
 from lowtide.runtime.fitting.fit import fit
 from lowtide.runtime.fitting.rehearsal import let_go
+from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import device_of
@@ -157,7 +158,8 @@ def largest_batch(
         return True
 
     search = Search(fits, high=None if most is None else most + 1)
-    best = search.run(min(size, most or size))
+    with settled(device_of(model)):
+        best = search.run(min(size, most or size))
     seconds, peak_bytes = found.get(best, (None, None))
     least = refused[min(refused)] if refused else None
     return LargestBatch(best, seconds, peak_bytes, min(refused, default=None), budget, least)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ from lowtide.runtime.fitting.planning import (
 from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
+from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -155,10 +157,11 @@ def plan_for(
         InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
     may_move = settings.may_move and settings.strategy == AUTO and not why_not(model, settings)
+    of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     measured: list[tuple[Split, Chain]] = []
     refused: list[tuple[int, str]] = []
     with many_compilations() if settings.compilation is not None else nullcontext():
-        split, (chain, compiled) = measured_for(model, sample, settings)
+        split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
         measured.append((split, chain))
         try:
             accepts = goes_on and not may_move
@@ -172,7 +175,7 @@ def plan_for(
     finer = replace(settings, finer_than=split.num_stages)
     try:
         if settings.stages is None:
-            split, (chain, _) = measured_for(model, sample, finer)
+            split, (chain, _) = measured_for(model, sample, finer, of_kind)
             measured.append((split, chain))
             return _planned_with(model, sample, split, chain, finer, after, tier=tier, goes_on=accepts), None
     except InfeasibleBudgetError as error:
@@ -185,7 +188,7 @@ def plan_for(
         try:
             accepts = goes_on and is_last
             found = _planned_with(model, sample, split, chain, moving, after, tier=tier, goes_on=accepts)
-            return _explained(found, min(refused)[0]), None
+            return _explained(found, min(least for least, _ in refused)), None
         except InfeasibleBudgetError as error:
             refused.append((error.minimum_bytes, str(error)))
     raise _refusal(refused, settings.memory_budget)
@@ -194,8 +197,8 @@ def plan_for(
 def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetError:
     """The least budget of several ways and its message; of a way that lacks host memory alone, the message, too."""
     too_small = [entry for entry in refused if entry[0] > budget] or refused
-    lacking = [message for entry, message in refused if entry <= budget < min(too_small)[0]]
-    least, message = min(too_small)
+    least, message = min(too_small, key=itemgetter(0))  # the first of several
+    lacking = [other for needed, other in refused if needed <= budget < least]
     if lacking:
         message += f" (with weights on the host: {lacking[0]})"
     return InfeasibleBudgetError(message, minimum_bytes=least)
@@ -231,9 +234,12 @@ def _planned_with(
 
 
 def measured_for(
-    model: nn.Module, sample: Sample, settings: Settings
+    model: nn.Module, sample: Sample, settings: Settings, of_kind: dict[str, StageFigures] | None = None
 ) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
-    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place."""
+    """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place.
+
+    Stages of kinds that are in `of_kind` are not measured again; see `measure_split`.
+    """
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Chain, CompiledStages | None]:
@@ -255,6 +261,7 @@ def measured_for(
                 progress=settings.progress,
                 compiled=compiled,
                 allow_rounding=settings.allow_rounding,
+                of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
             )
         except BaseException:

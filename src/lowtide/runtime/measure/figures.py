@@ -62,14 +62,18 @@ def measured_stages(
     *,
     keeps_result: bool = True,
     allow_rounding: bool = False,
+    of_kind: dict[str, StageFigures] | None = None,
 ) -> tuple[list[StageFigures], list[Skipping]]:
-    """The figures of each stage, and what skips stages."""
+    """The figures of each stage, and what skips stages.
+
+    `of_kind` has the figures of kinds that were measured before, and is given the others.
+    """
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
     staged = _recorded(model, split, sample, loss, device)
     measurer = Measurer(staged, device, keeps_result=keeps_result)
     figures: list[StageFigures] = []
-    of_kind: dict[str, StageFigures] = {}
+    of_kind = {} if of_kind is None else of_kind
     inputs = staged.first_inputs()
     for k, stage in enumerate(split.stages, start=1):
         report = partial(_report, progress, stage.name, k, split.num_stages)

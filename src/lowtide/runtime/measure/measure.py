@@ -196,6 +196,7 @@ def measure_split(
     progress: Progress | None = None,
     compiled: CompiledStages | None = None,
     allow_rounding: bool = False,
+    of_kind: dict[str, StageFigures] | None = None,
     is_replayed: bool = False,
 ) -> Chain:
     """Measure a model that has been captured; arguments as for `measure`.
@@ -203,7 +204,8 @@ def measure_split(
     Where steps are replayed as CUDA graphs, launching kernels takes no time.
 
     With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
-    where that is allowed).
+    where that is allowed). Stages of kinds that are in `of_kind` were measured before, in another split of the same
+    model; the others are added to it.
     """
     called = Sample.of(sample)
     device = device_of(model, called)
@@ -222,6 +224,7 @@ def measure_split(
             compiled,
             keeps_result=keeps_result,
             allow_rounding=allow_rounding,
+            of_kind=of_kind,
         )
         overhead = overhead_on(device)
     gc.collect()  # recordings refer to themselves

@@ -118,17 +118,16 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
         raise CaptureError(f"optimizer is {shown(optimizer)}, expected a torch optimizer or a name such as 'adamw'")
     found: dict[int, int] = {}
     for group in optimizer.param_groups:
-        ratios: dict[tuple[torch.dtype, str], tuple[float, int]] = {}
+        tried: dict[tuple[torch.dtype, str, int], list[_StateForm]] = {}
         for parameter in group["params"]:
             state = optimizer.state.get(parameter)
             if state:
                 found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in state.values())
                 continue
-            key = (parameter.dtype, parameter.device.type)
-            if key not in ratios:
-                ratios[key] = _tried_out(optimizer, group, parameter)
-            per_element, constant = ratios[key]
-            found[id(parameter)] = int(per_element * parameter.numel()) + constant
+            key = (parameter.dtype, parameter.device.type, parameter.dim())
+            if key not in tried:
+                tried[key] = _tried_out(optimizer, group, parameter)
+            found[id(parameter)] = sum(form.num_bytes(parameter) for form in tried[key])
     wanted = {id(parameter) for parameter in parameters}
     if wanted and found and not wanted & found.keys():
         raise CaptureError(
@@ -312,9 +311,37 @@ def _bytes_on(device: torch.device, value: Any) -> int:
     return value.numel() * value.element_size() if on_device else 0
 
 
-def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> tuple[float, int]:
-    """What such an optimizer keeps for each element and for each parameter, found by one step of a tiny one."""
-    trial = nn.Parameter(torch.zeros(8, 16, dtype=like.dtype, device=like.device))
+# The sizes of a parameter on which an optimizer is tried out: each tells which side of the parameter a state has.
+_TRIED_SIZES = (8, 16, 6, 10, 14)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateForm:
+    """A tensor that an optimizer keeps for a parameter: the sides of the parameter that it has, and what it takes."""
+
+    sides: tuple[int, ...]
+    others: int
+    """The elements for each element of those sides."""
+    element_bytes: int
+
+    @classmethod
+    def of(cls, value: torch.Tensor, trial: torch.Tensor) -> _StateForm:
+        """Seen with a parameter of `_TRIED_SIZES`."""
+        if value.numel() == trial.numel():  # of whatever shape
+            return cls(tuple(range(trial.dim())), 1, value.element_size())
+        sides = tuple(trial.shape.index(size) for size in value.shape if size in trial.shape)
+        others = math.prod(size for size in value.shape if size not in trial.shape)
+        return cls(sides, others, value.element_size())
+
+    def num_bytes(self, parameter: torch.Tensor) -> int:
+        """What it takes for another parameter."""
+        return self.element_bytes * self.others * math.prod(parameter.shape[side] for side in self.sides)
+
+
+def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> list[_StateForm]:
+    """What such an optimizer keeps for a parameter of so many dimensions, found by one step of a tiny one."""
+    sizes = [_TRIED_SIZES[axis % len(_TRIED_SIZES)] for axis in range(like.dim())]
+    trial = nn.Parameter(torch.zeros(sizes, dtype=like.dtype, device=like.device))
     trial.grad = torch.ones_like(trial)
     try:
         tiny = like_of(optimizer, group, [trial])
@@ -325,6 +352,4 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
             "call fit after a step, or pass the name of a kind of optimizer"
         ) from None
     values: Sequence[Any] = list(tiny.state[trial].values())
-    full = sum(_bytes_on(like.device, v) for v in values if isinstance(v, torch.Tensor) and v.numel() == trial.numel())
-    rest = sum(_bytes_on(like.device, v) for v in values) - full
-    return full / trial.numel(), rest
+    return [_StateForm.of(value, trial) for value in values if _bytes_on(like.device, value)]

@@ -179,6 +179,11 @@ def check_legal(schedule: Schedule, num_stages: int, chain: Chain | None = None)
             f"the schedule ({schedule.strategy!r}) is for {schedule.num_stages} stages, but the model has "
             f"{num_stages}; attach one that was solved for this model's chain (lowtide.measure)"
         )
+    if chain is not None and chain.num_stages != num_stages:
+        raise ScheduleError(
+            f"the chain {chain.name!r} has {chain.num_stages} stages, but the model has {num_stages}; measure this "
+            "model (lowtide.measure), or call fit"
+        )
     most = max((op.variant for op in schedule.operations if isinstance(op, Forward)), default=0)
     variants = tuple(Variant(str(v), 0.0, 0.0, 1) for v in range(most))
     stages = tuple(Stage(str(k), 0.0, 0.0, 1, 1, variants=variants) for k in range(num_stages))

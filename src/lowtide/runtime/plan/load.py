@@ -77,6 +77,7 @@ def plan_from_dict(
         raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; write one with plan.save")
     _check_fingerprint(values.get("model"), fingerprint(model))
     split = _split_from(values.get("split"))
+    _check_units(split, model)
     schedule = Schedule.from_dict(values.get("schedule") or {})
     chain = None if values.get("chain") is None else Chain.from_dict(values["chain"])
     check_legal(schedule, split.num_stages, chain)
@@ -131,6 +132,13 @@ def _split_from(values: Any) -> Split:
         return Split.from_dict(values)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PlanError(f"split is {shown(json.dumps(values))}, which is invalid; was the file edited?") from None
+
+
+def _check_units(split: Split, model: nn.Module) -> None:
+    known = dict(model.named_modules(remove_duplicate=False))
+    for unit in split.stage_of():
+        if unit.path not in known:
+            raise PlanError(f"split names submodule {shown(unit.path)}, which the model does not have; call fit again")
 
 
 def _whole_number(name: str, value: Any) -> int | None:

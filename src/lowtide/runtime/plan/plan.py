@@ -189,7 +189,7 @@ class Plan:
         self._structure = Structure(model)
         self._registered = self._structure.parameters()
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
-        self._steps = RealSteps(model, part.execution.machine.device, measures=part.memory_budget is not None)
+        self._steps = RealSteps(model, part.execution.machine.device, part.memory_budget)
         self._grads_resident = False
         self._ignores_settings = False
         self._num_by_settings = 0

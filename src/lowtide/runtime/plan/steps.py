@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -11,13 +12,18 @@ from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.runtime.meter import StepMeter
+from lowtide.runtime.meter import StepMeter, held_bytes
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
 # ones are those after each power of two, as many as its exponent: what it costs goes to nothing, and loops that do
 # something else every second or fourth step show all that they do. And where a forward has done more than any that was
 # measured (layers left out at random), all until one has that does as much.
 _NUM_MEASURED = 3
+
+# Between them, what the loop holds when a forward begins (results that it collects, averages of weights) is looked at
+# now and then, and a step that begins with too much is measured. Looking takes milliseconds in a large program, so it
+# comes so many times as long after the last look as that took: 0.5 % of the time.
+_TIMES_BETWEEN_LOOKS = 200
 
 
 class RealSteps:
@@ -29,17 +35,20 @@ class RealSteps:
     Args:
         model: the model.
         device: where it is.
-        measures: whether what steps take is of interest.
+        memory_budget: what steps may take; None: that is of no interest.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, measures: bool = True) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, memory_budget: int | None) -> None:
         self._model = weakref.ref(model)
         self._device = device
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._meter = StepMeter()
-        self._is_metered = measures and device.type == "cpu"
+        self._memory_budget = memory_budget
+        self._is_metered = memory_budget is not None and device.type == "cpu"
         self._peak_bytes: int | None = None
+        self._begun_bytes: int | None = None  # the most with which a step that was measured has begun
+        self._next_look = 0.0
         self._num_begun = 0
         self._result_bytes: int | None = None
         self._node_at_start = 0
@@ -84,8 +93,10 @@ class RealSteps:
         """A forward of a training step begins."""
         self.note()
         self._num_begun += 1
-        if self._is_metered and self._is_measured():
-            self._meter.open()
+        if self._is_metered and (self._is_measured() or self._begins_with_more()):
+            begun_bytes = self._meter.open()
+            if begun_bytes is not None:
+                self._begun_bytes = max(begun_bytes, self._begun_bytes or 0)
         else:
             self._meter.close()
         self._node_at_start = _get_sequence_nr()
@@ -95,6 +106,16 @@ class RealSteps:
         if self._num_begun <= _NUM_MEASURED or self._num_begun - 2**exponent < exponent:
             return True
         return self._most_nodes > self._most_nodes_measured
+
+    def _begins_with_more(self) -> bool:
+        """Whether the loop holds so much more than in steps that were measured that this one may exceed the budget."""
+        now = time.perf_counter()
+        if self._begun_bytes is None or self._peak_bytes is None or now < self._next_look:
+            return False
+        more_bytes = held_bytes() - self._begun_bytes
+        self._next_look = now + _TIMES_BETWEEN_LOOKS * (time.perf_counter() - now)
+        assert self._memory_budget is not None
+        return more_bytes > 0 and self._peak_bytes + more_bytes > self._memory_budget
 
     def returned(self, result_bytes: int) -> None:
         """The forward has returned so much; where that is more than before, or it has done more than any forward that
@@ -128,7 +149,7 @@ class RealSteps:
     def forget(self) -> None:
         """Another plan is in place: what measuring, trials and steps took before it is no matter any more."""
         self._meter.close()
-        self._peak_bytes, self._num_begun = None, 0
+        self._peak_bytes, self._begun_bytes, self._num_begun = None, None, 0
         self._result_bytes = None
         self._most_nodes = self._most_nodes_measured = 0
         if self._device.type == "cuda":
