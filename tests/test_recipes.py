@@ -7,10 +7,7 @@ that something is recomputed.
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.pages import blocks
+from tests.processes import run_two
 from tests.runtime.training import above_the_least
 from torch import nn
 
@@ -328,17 +326,7 @@ def test_recipe(name, plans):
 
 @pytest.mark.slow
 def test_recipe_for_several_processes(tmp_path):
-    root = DOCS.parent
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
-    lines = [
-        f"from tests.test_recipes import run_in_a_group; run_in_a_group({rank}, {str(tmp_path)!r})" for rank in range(2)
-    ]
-    running = [
-        subprocess.Popen([sys.executable, "-c", line], env=environment, stderr=subprocess.PIPE, text=True)
-        for line in lines
-    ]
-    said = [process.communicate(timeout=600)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)[-4000:]
+    run_two(run_in_a_group, tmp_path)
 
 
 def test_recipe_for_the_trainer(plans, tmp_path):

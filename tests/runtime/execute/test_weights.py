@@ -678,7 +678,10 @@ def test_what_updates_in_backward_cannot_do():
                 read()
         with pytest.raises(ExecutionError, match=r"optimizer\.step\(\) was not called"):
             model(x)
-        square_loss(model(x)).backward()
+        loss = square_loss(model(x))
+        loss.backward(retain_graph=True)
+        with pytest.raises(ExecutionError, match="step_in_backward=True updates weights in the first backward"):
+            loss.backward()
         optimizer.step()
         model(x)
 

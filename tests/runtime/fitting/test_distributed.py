@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import traceback
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing as mp
+from tests.processes import run_two
 from torch import nn
 
 import lowtide
@@ -117,16 +112,10 @@ CASES = {
 
 def worker(rank: int, folder: str) -> None:
     """All cases, one after the other, in one of two processes."""
-    try:
-        torch.set_num_threads(1)
-        store = f"file://{folder}/store"
-        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-        found = {name: differing(rank, *case) for name, case in CASES.items()}
-        Path(folder, f"result {rank}").write_text(json.dumps(found))
-        torch.distributed.destroy_process_group()
-    except BaseException:
-        Path(folder, f"result {rank}").write_text(json.dumps(traceback.format_exc()))
-        os._exit(1)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    assert {name: differing(rank, *case) for name, case in CASES.items()} == {case: [] for case in CASES}
+    torch.distributed.destroy_process_group()
 
 
 def differing(rank: int, run, plain, attach) -> list[int]:
@@ -137,15 +126,4 @@ def differing(rank: int, run, plain, attach) -> list[int]:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 def test_two_processes_as_without_a_plan(tmp_path):
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=worker, args=(rank, str(tmp_path))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(300)
-        if process.is_alive():
-            process.kill()
-    for rank in range(2):
-        result = Path(tmp_path, f"result {rank}")
-        assert result.exists(), "the process did not end"
-        assert json.loads(result.read_text()) == {case: [] for case in CASES}
+    run_two(worker, tmp_path, seconds=300)

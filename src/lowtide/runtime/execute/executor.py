@@ -229,8 +229,14 @@ class RunningStep:
         """A saved tensor was changed in place."""
         raise ExecutionError(
             f"stage {self.machine.stage_name(k)!r} needs {self.machine.describe(tensor)} for its backward, but it "
-            "was changed in place after forward; change it after backward"
+            f"was changed in place after forward; {self._advice_on_changes()}"
         )
+
+    def _advice_on_changes(self) -> str:
+        placement = self.program.placement
+        if placement is not None and placement.steps_in_backward:
+            return "step_in_backward=True updates weights in the first backward; use step_in_backward=False for several"
+        return "change it after backward"
 
     def _enter_task(self) -> None:
         """Note which call of backward this is, and ask to be told of its end."""
@@ -506,7 +512,7 @@ class RunningStep:
             if parameter._version != version and (parameter.requires_grad or k in self.program.taped):
                 raise ExecutionError(
                     f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
-                    "in place between forward and backward; change it after backward"
+                    f"in place between forward and backward; {self._advice_on_changes()}"
                 )
 
     def _fixed(self, tape: Tape) -> set[int]:

@@ -231,8 +231,9 @@ class Tape:
 
     def _note_surroundings(self, entry: TapedCall) -> None:
         entry.surroundings = Surroundings.now()
-        others = [form for form in (*entry.args, *entry.kwargs.values()) if type(form) not in _NO_GENERATORS]
-        if others:
+        forms = (*entry.args, *entry.kwargs.values())
+        if not _NO_GENERATORS.issuperset(map(type, forms)):
+            others = [form for form in forms if type(form) not in _NO_GENERATORS]
             entry.drawn_from = [(source, source.state()) for source in _sources_in(others)]
             self.hands_generators |= bool(entry.drawn_from)
 
@@ -245,14 +246,16 @@ class Tape:
         found = self._ledger.find(tensor)
         if found is not None:
             stage, number = found
-            slot = self._made[number] if stage == self.stage else None
-            if stage == self.stage - 1:
+            slot: int | None = None
+            if stage == self.stage:
+                slot = self._made[number]
+            elif stage == self.stage - 1:
                 if number not in self.inputs:
                     self.inputs[number] = self._new_slot()
                     if self.on_input is not None:
                         self.on_input(number, tensor)
                 slot = self.inputs[number]
-            elif stage > 0 and self.on_side is not None and tensor.grad_fn is not None and slot is None:
+            elif stage > 0 and self.on_side is not None and tensor.grad_fn is not None:
                 if found not in self.sides:
                     self.sides[found] = self._new_slot()
                     self.on_side(found, tensor)
