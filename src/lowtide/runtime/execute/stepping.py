@@ -26,9 +26,6 @@ from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Update
 
-# Until tests on a GPU have passed, weights of models on one stay there; tests set this.
-CUDA_IS_ALLOWED = False
-
 
 def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse to move the weights of a model where that does not work.
@@ -36,11 +33,6 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     Raises:
         PlanError: with the reason.
     """
-    if any(parameter.device.type == "cuda" for parameter in model.parameters()) and not CUDA_IS_ALLOWED:
-        raise PlanError(
-            "the schedule moves weights, which is not ready for CUDA devices yet; use a strategy that moves "
-            "activations alone"
-        )
     _check_is_alone()
     if optimizer is None:
         raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
