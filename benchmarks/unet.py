@@ -3,6 +3,9 @@
     python -m benchmarks.unet --device cuda          # 64 to 512 channels, 256 px, 16 images, fp32: about a minute
     python -m benchmarks.unet --device cpu --tiny    # to see that it works
 
+Convolutions compute in TF32 where torch does by default. In full fp32 (`--no-tf32`) cuDNN's workspaces take most of the
+memory on an H200, whatever is recomputed.
+
 By hand, each double convolution and each upsampling is a checkpoint (`torch.utils.checkpoint`). lowtide gets what that
 takes, with and without offloading, and then the least budget that `fit` names. Each line is printed when it is known.
 """

@@ -36,6 +36,11 @@ from torch.utils.weak import TensorWeakRef
 # The tensors that were there when the heap was `settled`: a search of the heap does not meet them.
 _settled_tensors: list[TensorWeakRef] = []
 
+# What operations take besides tensors, nearly always.
+_NO_TENSORS = frozenset(
+    {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
 # Storages that live in main memory but stand for another tier, for instance a mapped file.
 _excluded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -326,10 +331,23 @@ class _WatchedAccount(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not self.is_open:
             return out
-        for value in tree_iter((args, kwargs, out)):  # arguments too: from_numpy and other threads show up only here
-            if isinstance(value, torch.Tensor):
-                self.see(value)
+        # arguments too: from_numpy and other threads show up only here
+        self._see_among((*args, *kwargs.values(), out))
         return out
+
+    def _see_among(self, values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                self.see(value)
+            elif kind is list or kind is tuple:
+                self._see_among(value)
+            elif (
+                kind not in _NO_TENSORS
+            ):  # those above are nearly all; asking for containers takes longer than counting
+                for each in tree_iter(value):
+                    if isinstance(each, torch.Tensor):
+                        self.see(each)
 
     def see(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._device_type or _has_no_memory(tensor):
