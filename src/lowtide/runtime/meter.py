@@ -342,9 +342,7 @@ class _WatchedAccount(TorchDispatchMode):
                 self.see(value)
             elif kind is list or kind is tuple:
                 self._see_among(value)
-            elif (
-                kind not in _NO_TENSORS
-            ):  # those above are nearly all; asking for containers takes longer than counting
+            elif kind not in _NO_TENSORS:  # hardly any: looking for containers takes longer than counting
                 for each in tree_iter(value):
                     if isinstance(each, torch.Tensor):
                         self.see(each)

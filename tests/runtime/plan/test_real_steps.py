@@ -691,5 +691,6 @@ def test_planning_again_that_fails_does_not_end_training():
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.warns(lowtide.LowtideWarning, match="planning again failed: parameters are results"):
+    with pytest.warns(lowtide.LowtideWarning, match="planning again failed: parameters are results") as seen:
         train()
+    assert {warning.category for warning in seen} == {lowtide.LowtideWarning}

@@ -484,7 +484,8 @@ class Plan:
             return False
         if part.execution.weights is not None:  # they leave the device when a forward begins
             return False
-        if not any(parameter.grad is not None for parameter in self._parameters):
+        # torch warns of whoever asks for the gradient of a result of other tensors (functional_call)
+        if not any(parameter.is_leaf and parameter.grad is not None for parameter in self._parameters):
             return False
         chain, largest = self.chain, max((p.numel() * p.element_size() for p in self._parameters), default=0)
         if chain is not None and not chain.grads_resident:
