@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 import lowtide.progress
+from lowtide.runtime.execute.execution import Clock
 from lowtide.runtime.fitting import rehearsal, trials
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.steps import RealSteps
@@ -259,7 +260,7 @@ def test_copies_that_turn_out_slow_are_not_used(monkeypatch, share):
         return store(tier, storages)
 
     monkeypatch.setattr(FileTier, "store", slow)
-    monkeypatch.setattr(rehearsal, "_now", lambda device: clock[0])
+    monkeypatch.setattr(Clock, "_now", lambda _: clock[0])
     budget, x = budget_of(share), batches(SHAPE, 1)[0]
     with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s", strategy="pofo") as plan:
         assert any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)

@@ -185,9 +185,10 @@ class Execution:
         self._clocks.append(clock)
         return clock
 
-    def measured_seconds(self) -> float | None:
+    def measured_seconds(self, num_steps: int = _NUM_REMEMBERED) -> float | None:
         """The median time from the start of forward to the end of backward over the last steps; None: no step yet."""
-        found = sorted(seconds for clock in self._clocks if (seconds := clock.seconds()) is not None)
+        clocks = list(self._clocks)[-num_steps:]
+        found = sorted(seconds for clock in clocks if (seconds := clock.seconds()) is not None)
         return found[len(found) // 2] if found else None
 
 
