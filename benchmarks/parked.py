@@ -33,7 +33,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.runtime.execute import stepping
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, parse_bytes
 
@@ -399,7 +398,6 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     given = parsed()
-    stepping.CUDA_IS_ALLOWED = True
     if given.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False

@@ -30,8 +30,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Schedule
-from lowtide.errors import ExecutionError, PlanError
-from lowtide.runtime.execute import stepping
+from lowtide.errors import ExecutionError
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -52,8 +51,7 @@ make_adamw = OPTIMIZERS["fused"]
 
 
 @pytest.fixture(autouse=True)
-def _allowed(monkeypatch):
-    monkeypatch.setattr(stepping, "CUDA_IS_ALLOWED", True)
+def _deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -456,10 +454,3 @@ def test_fit_within_less_than_weights_gradients_and_state(share, in_backward, au
         assert plan.stats().measured_peak_bytes <= plan.memory_budget
         assert_equal(got, expected)
         assert_equal({name: number.cpu() for name, number in numbers_of(model, optimizer).items()}, weights)
-
-
-def test_without_being_asked_for_weights_stay(monkeypatch):
-    monkeypatch.setattr(stepping, "CUDA_IS_ALLOWED", False)
-    model = network()
-    with pytest.raises(PlanError, match="not ready for CUDA devices yet"):
-        lowtide.attach(model, parking(storing(NUM_BLOCKS)), optimizer=torch.optim.AdamW(model.parameters()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -118,8 +120,27 @@ class Recurrent(nn.Module):
         return self.lstm(x[None])[0][0]
 
 
+class _Attention(torch.autograd.Function):
+    """As CUDA's attention without dropout: seed and offset are saved, and nobody has written them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        noise = [torch.tensor(time.perf_counter_ns()), torch.full((2,), time.perf_counter_ns())]
+        ctx.save_for_backward(x, *noise)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Attention.apply(x)
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [LateNoise, Statistics, Odd, Recurrent, lambda: nn.Dropout(0.5)])
+@pytest.mark.parametrize("make", [LateNoise, Statistics, Odd, Recurrent, Attention, lambda: nn.Dropout(0.5)])
 def test_what_is_equal_is_not_refused(make: Callable[[], nn.Module], strict: bool) -> None:
     model, x = network(block2=make()), torch.randn(4, 8, requires_grad=True)
     plan = lowtide.attach(model, each_recomputed(), strict=strict)

@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 import lowtide.progress
+from lowtide.runtime.execute.execution import Clock
 from lowtide.runtime.fitting import rehearsal, trials
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.steps import RealSteps
@@ -259,7 +260,7 @@ def test_copies_that_turn_out_slow_are_not_used(monkeypatch, share):
         return store(tier, storages)
 
     monkeypatch.setattr(FileTier, "store", slow)
-    monkeypatch.setattr(rehearsal, "_now", lambda device: clock[0])
+    monkeypatch.setattr(Clock, "_now", lambda _: clock[0])
     budget, x = budget_of(share), batches(SHAPE, 1)[0]
     with lowtide.fit(deep(), x, memory_budget=budget, bandwidth="1TB/s", strategy="pofo") as plan:
         assert any(isinstance(operation, lowtide.Offload) for operation in plan.schedule.operations)
@@ -362,11 +363,11 @@ def test_where_a_tenth_less_is_too_little_the_leanest_schedule_is_planned_for(mo
 def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
     real, num_runs = rehearsal._run, []
 
-    def full_at_second(model, step):
+    def full_at_second(*step):
         num_runs.append(1)
         if len(num_runs) == 2:
             raise torch.OutOfMemoryError("no block is large enough")
-        real(model, step)
+        return real(*step)
 
     monkeypatch.setattr(rehearsal, "_MORE_STEPS", {"cpu": 1})
     monkeypatch.setattr(rehearsal, "_run", full_at_second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting.moving import joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import capture_and_measure
-from lowtide.runtime.meter import Meter
+from lowtide.runtime.meter import Meter, exclude
 from lowtide.units import format_bytes
 
 WIDTH, NUM_BLOCKS = 192, 3
@@ -189,12 +190,43 @@ def test_a_host_budget_is_refused_with_the_least_that_works():
         assert plan._part.execution.machine.tier.capacity_bytes <= needed
 
 
-def test_weights_stay_unless_the_optimizer_is_known_and_it_is_asked_for():
+def test_weights_move_where_nothing_else_stays_within_the_budget():
+    """Without being asked for, if the optimizer is known; in steps of other shapes, too."""
+    x = batch(blocks)
+    given = (x, torch.cat([x, x]))
+    plain, plain_optimizer = made(blocks)
+    expected = [train(plain, plain_optimizer, each, 2) for each in given]
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2, strategy="auto")
+    with plan:
+        assert plan.schedule.strategy == "joint"
+        assert "with all weights and optimizer state on the device this model needs" in str(plan)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "planning for other calls took")
+            for each, numbers in zip(given, expected, strict=True):
+                assert_equal(train(plan.model, optimizer, each, 2), numbers)
+        assert plan.num_shapes == 2
+
+
+def test_weights_stay_where_something_else_stays_within_the_budget():
+    plan, _ = fitted(blocks, 2 * resident_bytes(blocks), strategy="auto")
+    with plan:
+        assert not plan.schedule.manages
+
+
+def test_weights_stay_unless_the_optimizer_is_known():
     own_bytes = resident_bytes(blocks) // 2
-    with pytest.raises(InfeasibleBudgetError):
-        fitted(blocks, own_bytes, strategy="auto")  # not unless it is asked for
+    with pytest.raises(InfeasibleBudgetError, match="parameters, gradients and the optimizer's state and step"):
+        fitted(blocks, own_bytes, strategy="auto", optimizer="adamw")
     with pytest.raises(PlanError, match="pass it with optimizer="):
         fitted(blocks, own_bytes, strategy="joint", optimizer="adamw")
+
+
+def test_a_budget_that_is_too_small_even_with_weights_on_the_host():
+    least = least_budget(blocks, strategy="auto")
+    assert least < resident_bytes(blocks) / 2
+    with pytest.raises(InfeasibleBudgetError, match="with weights on the host: host_memory_budget 97") as caught:
+        fitted(blocks, resident_bytes(blocks) // 2, strategy="auto", host_memory_budget="100kB")
+    assert caught.value.minimum_bytes > resident_bytes(blocks)  # with which nothing has to move
 
 
 def test_a_plan_file(tmp_path):
@@ -221,7 +253,7 @@ def test_larger_batches_are_planned_for():
             assert_equal(train(plan.model, optimizer, each, 2), numbers)
 
     with plan:
-        with pytest.warns(lowtide.LowtideWarning, match="changing to the schedule for other calls took"):
+        with pytest.warns(lowtide.LowtideWarning, match="planning for other calls took"):
             compare()
         assert plan.num_shapes == 2
 
@@ -320,24 +352,36 @@ def test_steps_in_backward():
         fitted(tied, resident_bytes(tied), step_in_backward=True, optimizer="adamw")
 
 
-def test_what_changing_between_schedules_takes_is_said():
+def test_what_planning_takes_is_said_and_going_from_one_schedule_to_another_takes_nothing():
     least = least_budget(blocks)
     budget = others_bytes() + 2 * least  # less than weights and state take
-    model, optimizer = made(blocks)
-    masked, x, mask = Masked(model), batch(blocks), torch.ones(32, WIDTH)
-    plan = lowtide.fit(
-        masked, (x,), memory_budget=budget, bandwidth=LINK, loss=square, optimizer=optimizer, strategy="joint"
-    )
+    x, mask = batch(blocks), torch.ones(32, WIDTH)
 
-    def steps() -> None:
-        for given in (None, mask, None, mask):
+    def steps(masked: Masked, optimizer: torch.optim.Optimizer) -> None:
+        seed_all(1)
+        for given in (None, mask):
             square(masked(x, given)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.warns(lowtide.LowtideWarning, match="changing to the schedule for other calls took") as seen:
-        steps()
-    said = [warning for warning in seen if "changing to" in str(warning.message)]
+    plain, plain_optimizer = made(blocks)
+    for _ in range(3):
+        steps(Masked(plain), plain_optimizer)
+    expected = {name: exclude(p.detach()) for name, p in plain.named_parameters()}
+    del plain, plain_optimizer
+    model, optimizer = made(blocks)
+    masked = Masked(model)
+    plan = lowtide.fit(
+        masked, (x,), memory_budget=budget, bandwidth=LINK, loss=square, optimizer=optimizer, strategy="joint"
+    )
+    with pytest.warns(lowtide.LowtideWarning, match="planning for other calls took") as seen:
+        steps(masked, optimizer)
+    said = [warning for warning in seen if "planning for" in str(warning.message)]
     assert len(said) == 1
     assert said[0].filename == __file__
+    with Meter("cpu") as meter:
+        for _ in range(2):
+            steps(masked, optimizer)
+        assert meter.peak_bytes <= budget + _NOTED_BYTES
     plan.detach()
+    assert_equal({name: p.detach() for name, p in model.named_parameters()}, expected)

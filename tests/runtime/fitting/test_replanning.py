@@ -193,7 +193,7 @@ class Around:
 
 def test_the_optimizer_in_use_is_the_one_that_steps():
     model, other = deep(2), deep(2)
-    steps = RealSteps(model, torch.device("cpu"))
+    steps = RealSteps(model, torch.device("cpu"), 2**40)
     idle = torch.optim.SGD(model.parameters())
     assert steps.optimizer is None  # none has made a step
     torch.optim.SGD(other.parameters()).step()
@@ -210,7 +210,7 @@ def test_the_optimizer_in_use_is_the_one_that_steps():
     del optimizer
     gc.collect()
     assert steps.optimizer is idle
-    part = RealSteps(model, torch.device("cpu"))
+    part = RealSteps(model, torch.device("cpu"), 2**40)
     torch.optim.SGD(model[2].parameters()).step()
     assert part.optimizer is None  # one for a part of the model
     part.close()

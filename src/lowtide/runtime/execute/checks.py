@@ -33,8 +33,16 @@ _NUM_ELEMENTS = 64
 _NUM_RUNS = 2  # in which the elements of a tensor on the CPU lie side by side
 _NUM_ALONE = 8  # elements of such a tensor where they do not
 
-# The workspaces that LSTM's kernels save are bytes, and some of them are never written: they hold anything.
+# Some of what kernels save is never written, and holds anything: the workspaces of LSTM, which are bytes, and the seed
+# and the offset of attention without dropout, which are whole numbers by themselves.
 _WORKSPACE = torch.uint8
+_MOST_IN_A_SEED = 2
+
+
+def _may_be_unwritten(tensor: torch.Tensor) -> bool:
+    is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return tensor.dtype is _WORKSPACE or (is_number and tensor.numel() <= _MOST_IN_A_SEED)
+
 
 ADVICE = (
     "something that it reads besides its input, parameters, buffers and random numbers has changed since its first run "
@@ -103,7 +111,7 @@ def noting(sink: Sink | None, note: Sink) -> Sink:
 
 
 def _fingerprint(tensor: torch.Tensor, ignored: Collection[int]) -> int | None:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is _WORKSPACE:
+    if tensor.layout is not torch.strided or tensor.is_quantized or _may_be_unwritten(tensor):
         return None
     if tensor.untyped_storage()._cdata in ignored:
         return None
@@ -199,7 +207,7 @@ class SpotCheck:
             type(tensor) in (torch.Tensor, torch.nn.Parameter)  # not a subclass with ideas of its own
             and tensor.layout is torch.strided
             and tensor.numel() > 0
-            and tensor.dtype is not _WORKSPACE
+            and not _may_be_unwritten(tensor)
             and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
             and (tensor.is_cpu or tensor.is_cuda)
             and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

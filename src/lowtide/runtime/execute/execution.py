@@ -112,15 +112,17 @@ class Execution:
         assert self.handler is not None
         return self.handler(plain, args, kwargs)
 
-    def remove(self) -> None:
-        """Call the model directly again; weights that were moved come back.
+    def remove(self, successor: Execution | None = None) -> None:
+        """Call the model directly again; weights that were moved come back, but for those that another execution, which
+        is installed next, goes on with.
 
         Raises:
             ExecutionError: where the device has no room for all of them; the rest stays usable in host memory.
         """
         self._interception.remove()
         if self._steps is not None:
-            self._steps.remove()
+            shares = successor is not None and successor.machine.tier is self.machine.tier
+            self._steps.remove(successor._steps if successor is not None and shares else None)
 
     @property
     def is_busy(self) -> bool:
@@ -183,9 +185,10 @@ class Execution:
         self._clocks.append(clock)
         return clock
 
-    def measured_seconds(self) -> float | None:
+    def measured_seconds(self, num_steps: int = _NUM_REMEMBERED) -> float | None:
         """The median time from the start of forward to the end of backward over the last steps; None: no step yet."""
-        found = sorted(seconds for clock in self._clocks if (seconds := clock.seconds()) is not None)
+        clocks = list(self._clocks)[-num_steps:]
+        found = sorted(seconds for clock in clocks if (seconds := clock.seconds()) is not None)
         return found[len(found) // 2] if found else None
 
 

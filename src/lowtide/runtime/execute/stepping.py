@@ -26,9 +26,6 @@ from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.schedule import Update
 
-# Until tests on a GPU have passed, weights of models on one stay there; tests set this.
-CUDA_IS_ALLOWED = False
-
 
 def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse to move the weights of a model where that does not work.
@@ -36,11 +33,6 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     Raises:
         PlanError: with the reason.
     """
-    if any(parameter.device.type == "cuda" for parameter in model.parameters()) and not CUDA_IS_ALLOWED:
-        raise PlanError(
-            "the schedule moves weights, which is not ready for CUDA devices yet; use a strategy that moves "
-            "activations alone"
-        )
     _check_is_alone()
     if optimizer is None:
         raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
@@ -144,13 +136,16 @@ class StagedSteps:
         if not self._placement.steps_in_backward:
             self._weights.make_room()
 
-    def remove(self) -> None:
-        """Have everything on the device again."""
+    def remove(self, successor: StagedSteps | None = None) -> None:
+        """Have everything on the device again; what another schedule goes on with stays where it is."""
         if self._loading is not None:
             self._loading.remove()
             self._loading = None
             self._ending()
-        self._weights.bring_back()
+        if successor is None:
+            self._weights.bring_back()
+        else:
+            self._weights.hand_to(successor._weights)
 
     def begin(self) -> None:
         """A forward begins."""

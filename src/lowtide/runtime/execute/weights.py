@@ -236,6 +236,11 @@ class Parked:
         """Hold no memory of the user's any more."""
         self._items.clear()
 
+    def homes(self) -> dict[int, Mirror]:
+        """The places of what is on the lower tier, by the address of the storage."""
+        away = [item for item in self.find() if not item.is_there and item.mirror is not None]
+        return {item.tensor.untyped_storage()._cdata: item.mirror for item in away if item.mirror is not None}
+
     def give_up_places(self) -> None:
         """Hold no room on the lower tier any more, either: other schedules need it."""
         self.forget()
@@ -601,6 +606,14 @@ class Weights:
         for name, value in self._values.items() if fetch else ():
             if name in device and name[0] != "g":
                 self._fetch(value)
+
+    def hand_to(self, other: Weights) -> None:
+        """Weights of another schedule for the same model, on the same tier, go on with what is on the host."""
+        for value in self._values.values():
+            value.arrive()
+            other._adopted.update(value.homes())
+            value.give_up_places()
+        self._adopted.clear()
 
     def bring_back(self) -> None:
         """Have everything on the device, for good.

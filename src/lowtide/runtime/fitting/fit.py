@@ -28,12 +28,13 @@ from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
 from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of
+from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
+from lowtide.runtime.transfer.cargo import Tier
 from lowtide.strategies.base import AUTO, find
 from lowtide.units import (
     format_bandwidth,
@@ -86,7 +87,8 @@ def fit(
         host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
             the schedule needs is taken.
         optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state. With
-            the optimizer itself, weights, gradients and optimizer state may live on the host, too (on the CPU so far).
+            the optimizer itself, weights, gradients and optimizer state live on the host and are fetched when they are
+            needed, where nothing else stays within the budget; on CUDA so far only with `strategy="joint"`.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
@@ -152,6 +154,7 @@ def fit(
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
         step_in_backward=step_in_backward,
+        may_move=device.type == "cpu" and isinstance(unwrapped(optimizer), torch.optim.Optimizer),
         cuda_graphs=_graphs(cuda_graphs, device),
     )
     called = Sample.of(sample_from(model, sample))
@@ -222,6 +225,8 @@ class _Fitting:
         self._model = model
         self.settings = settings
         self._device = device_of(model)
+        self._tier: Tier | None = None
+        """Where weights are: what one schedule has on the host another goes on with, and room is pinned once."""
         self._compiled: list[CompiledStages] = []
         self._pool: Pool | None = None
         self._planned: dict[Signature, Planned] = {}
@@ -251,7 +256,8 @@ class _Fitting:
                 apart = _apart(sample)
                 refuse_an_empty_batch(apart)
                 draw_the_fullest(self._model, apart)
-                planned, compiled = plan_for(self._model, apart, settings, after=after, goes_on=goes_on)
+                tier = self._tier or tier_for(self._model, settings.host_memory_budget, progress=settings.progress)
+                planned, compiled = plan_for(self._model, apart, settings, tier=tier, after=after, goes_on=goes_on)
         except BaseException:
             for earlier in self._compiled[-1:]:  # the parts there are go on with them
                 earlier.install()
@@ -263,6 +269,8 @@ class _Fitting:
             self._compiled.append(compiled)
         signature = self._signature_of(sample.args, sample.kwargs)
         self._planned[signature] = planned
+        if planned.moving is not None and not settings.cuda_graphs:  # graphs have addresses of one tier
+            self._tier = planned.tier
         execution = planned.execution(self._model, settings)
         return Part(
             execution,

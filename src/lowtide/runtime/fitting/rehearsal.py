@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -132,7 +130,7 @@ def rehearse(
                     peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
             begin_step = partial(_begin_step, model, step, found)
-            seconds = _timed_steps(model, step, begin_step, num_more)
+            seconds = _timed_steps(model, step, holder[0], begin_step, num_more)
             graphed = None
             if with_graphs:
                 graphed = _rehearse_graphs(model, step, holder[0], replays, begin_step, num_more)
@@ -174,21 +172,22 @@ def _rehearse_graphs(
     if replays[0].refusal:
         return Graphed(refusal=replays[0].refusal)
     with Meter(device) as meter:
-        seconds = _timed_steps(model, step, begin_step, max(1, num_timed))
+        seconds = _timed_steps(model, step, execution, begin_step, max(1, num_timed))
     return Graphed(meter.peak_bytes + replays[0].held_bytes, seconds)
 
 
-def _timed_steps(model: nn.Module, step: TrainingStep, begin_step: Callable[[], None], num_steps: int) -> float:
-    """The median time of some steps, from the beginning of forward to the end of backward."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    seconds: list[float] = []
+def _timed_steps(
+    model: nn.Module, step: TrainingStep, execution: Execution, begin_step: Callable[[], None], num_steps: int
+) -> float:
+    """The median time of some steps, from the beginning of forward to the end of backward.
+
+    Nobody waits for the device between them: in a training loop the host is ahead of it as far as it can be.
+    """
     others: list[torch.Tensor] | None = None
     for _ in range(num_steps):
         begin_step()
-        begin = _now(device)
         others = _run(model, step, others)
-        seconds.append(_now(device) - begin)
-    return statistics.median(seconds) if seconds else 0.0
+    return (execution.measured_seconds(num_steps) or 0.0) if num_steps else 0.0
 
 
 def _gradients_on_host(model: nn.Module) -> list[torch.Tensor | None]:
@@ -210,12 +209,6 @@ def let_go(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _run(model: nn.Module, step: TrainingStep, others: list[torch.Tensor] | None = None) -> list[torch.Tensor]:

@@ -43,6 +43,8 @@ class Settings:
     compilation: Compilation | None = None
     allow_rounding: bool = False
     step_in_backward: bool = False
+    may_move: bool = False
+    """Weights may move where nothing else stays within the budget: their optimizer was given."""
     cuda_graphs: bool | str = False
     """Replay steps as CUDA graphs; `"auto"`: where a trial shows that they are faster."""
     finer_than: int = 0

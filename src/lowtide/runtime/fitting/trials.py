@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
-from lowtide.runtime.plan.attach import device_of, host_bytes, tier_for
+from lowtide.runtime.plan.attach import device_of, host_bytes
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
@@ -62,11 +63,6 @@ _LAYOUT_ADVICE = (
 )
 
 
-# Weights move where a step is predicted to take so much less than without, or than plain training takes: what copies
-# cost besides the link is in no chain.
-_WORTH_MOVING = 1.1
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A schedule for a model and a call, and what is known of it."""
@@ -74,7 +70,7 @@ class Planned:
     split: Split
     solution: Solution
     tier: Tier
-    """Where values go, one for all that was tried: pinning memory takes longer than a trial."""
+    """Where values go."""
     rehearsed_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
     unknown_bytes: int = 0
@@ -136,44 +132,82 @@ class RealStep:
 
 
 def plan_for(
-    model: nn.Module, sample: Sample, settings: Settings, *, after: RealStep | None = None, goes_on: bool = False
+    model: nn.Module,
+    sample: Sample,
+    settings: Settings,
+    *,
+    tier: Tier,
+    after: RealStep | None = None,
+    goes_on: bool = False,
 ) -> tuple[Planned, CompiledStages | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
-    Where no schedule stays within the budget, the model is cut more finely, and all that is done once more.
+    Where no schedule stays within the budget, the model is cut more finely, and all that is done once more; where none
+    does with either cuts, weights, gradients and optimizer state move to the host, if they may.
 
     Args:
         model: the model.
         sample: what it is called with.
         settings: what was asked for.
+        tier: where values go.
         after: a real step that took more than predicted, which is planned for.
         goes_on: where no schedule stays within the budget, take the leanest.
 
     Raises:
-        InfeasibleBudgetError: with the least of the budgets that work with either cuts.
+        InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
+    may_move = settings.may_move and settings.strategy == AUTO and not why_not(model, settings)
     of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
+    measured: list[tuple[Split, Chain]] = []
+    refused: list[tuple[int, str]] = []
     with many_compilations() if settings.compilation is not None else nullcontext():
         split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
+        measured.append((split, chain))
         try:
-            return _planned_with(model, sample, split, chain, settings, after, goes_on=goes_on), compiled
+            accepts = goes_on and not may_move
+            return _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts), compiled
         except BaseException as error:
             if compiled is not None:
                 compiled.remove()
-            is_final = settings.stages is not None or settings.compilation is not None
-            if is_final or not isinstance(error, InfeasibleBudgetError):
+            if settings.compilation is not None or not isinstance(error, InfeasibleBudgetError):
                 raise
-            message, least = str(error), error.minimum_bytes
+            refused.append((error.minimum_bytes, str(error)))
     finer = replace(settings, finer_than=split.num_stages)
     try:
-        split, (chain, _) = measured_for(model, sample, finer, of_kind)
-        return _planned_with(model, sample, split, chain, finer, after, goes_on=goes_on), None
+        if settings.stages is None:
+            split, (chain, _) = measured_for(model, sample, finer, of_kind)
+            measured.append((split, chain))
+            return _planned_with(model, sample, split, chain, finer, after, tier=tier, goes_on=accepts), None
     except InfeasibleBudgetError as error:
-        if error.minimum_bytes < least:
-            raise
+        refused.append((error.minimum_bytes, str(error)))
     except _NotFinerError:
         pass
-    raise InfeasibleBudgetError(message, minimum_bytes=least)
+    for split, chain in measured if may_move else ():
+        moving = replace(settings, strategy=STRATEGY)
+        is_last = (split, chain) == measured[-1]
+        try:
+            accepts = goes_on and is_last
+            found = _planned_with(model, sample, split, chain, moving, after, tier=tier, goes_on=accepts)
+            return _explained(found, min(least for least, _ in refused)), None
+        except InfeasibleBudgetError as error:
+            refused.append((error.minimum_bytes, str(error)))
+    raise _refusal(refused, settings.memory_budget)
+
+
+def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetError:
+    """The least budget of several ways and its message; of a way that lacks host memory alone, the message, too."""
+    too_small = [entry for entry in refused if entry[0] > budget] or refused
+    least, message = min(too_small, key=itemgetter(0))  # the first of several
+    lacking = [other for needed, other in refused if needed <= budget < least]
+    if lacking:
+        message += f" (with weights on the host: {lacking[0]})"
+    return InfeasibleBudgetError(message, minimum_bytes=least)
+
+
+def _explained(planned: Planned, least: int) -> Planned:
+    """A plan that says why weights move."""
+    note = f"with all weights and optimizer state on the device this model needs {format_bytes(least)}; so they move"
+    return replace(planned, notes=(note, *planned.notes))
 
 
 class _NotFinerError(Exception):
@@ -188,10 +222,13 @@ def _planned_with(
     settings: Settings,
     after: RealStep | None,
     *,
+    tier: Tier,
     goes_on: bool,
 ) -> Planned:
     unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
-    planned = tried_schedule(model, sample, split, chain, settings, unknown_bytes=unknown_bytes, goes_on=goes_on)
+    planned = tried_schedule(
+        model, sample, split, chain, settings, tier=tier, unknown_bytes=unknown_bytes, goes_on=goes_on
+    )
     let_go(device_of(model))
     return planned
 
@@ -253,6 +290,7 @@ def tried_schedule(
     chain: Chain,
     settings: Settings,
     *,
+    tier: Tier,
     unknown_bytes: int = 0,
     goes_on: bool = False,
 ) -> Planned:
@@ -267,12 +305,12 @@ def tried_schedule(
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
     if settings.strategy != STRATEGY and not settings.step_in_backward:
-        return _accepted(_Trials(model, sample, split, chain, settings, unknown_bytes), goes_on=goes_on)
+        return _accepted(_Trials(model, sample, split, chain, settings, tier, unknown_bytes), goes_on=goes_on)
     reason = why_not(model, settings)
     if reason:
         raise PlanError(reason)
     moving = moving_chain(model, split, chain, settings)
-    trials = _Trials(model, sample, split, moving.chain, settings, unknown_bytes, moving)
+    trials = _Trials(model, sample, split, moving.chain, settings, tier, unknown_bytes, moving)
     return _accepted(trials, goes_on=goes_on)
 
 
@@ -304,6 +342,7 @@ class _Trials:
         split: Split,
         chain: Chain,
         settings: Settings,
+        tier: Tier,
         unknown_bytes: int,
         moving: Moving | None = None,
     ) -> None:
@@ -312,7 +351,7 @@ class _Trials:
         self._sample = sample
         self._split = split
         self._settings = settings
-        self._tier = tier_for(model, settings.host_memory_budget, progress=settings.progress)
+        self._tier = tier
         self._notes: list[str] = list(chain.provenance.get("notes", ()))
         loss_bytes = _unknown_loss_bytes(chain, settings)
         if loss_bytes:

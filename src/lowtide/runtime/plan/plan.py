@@ -195,7 +195,7 @@ class Plan:
         self._num_by_settings = 0
         self._num_exceeded = 0
         self._num_ended = 0  # steps of the current part, when its last call began
-        self._said_going_over = False
+        self._said_planning = False
         self._earlier = Counters()
         part.execution.install(self._call)
         self._attached = True
@@ -355,24 +355,9 @@ class Plan:
         self.detach()
 
     def use(self, part: Part) -> None:
-        """Go over to another part, for the calls that it is for."""
-        budget, execution = self.memory_budget, self._part.execution
-        if execution.weights is None or budget is None or self._said_going_over:
-            self._go_over(part)
-            return
-        with Meter(execution.machine.device) as meter:
-            self._go_over(part)
-        if meter.peak_bytes > budget:
-            self._said_going_over = True
-            _warn(
-                f"changing to the schedule for other calls took {format_bytes(meter.peak_bytes)}, since all weights "
-                f"and optimizer state return to the device in between, but the budget is {format_bytes(budget)}; "
-                "training continues. Call the model in one way (shapes, masks, autocast), or raise the budget"
-            )
-
-    def _go_over(self, part: Part) -> None:
+        """Go over to another part, for the calls that it is for; weights on the host stay there."""
         previous = self._part
-        previous.execution.remove()
+        previous.execution.remove(part.execution)
         if previous.signature is not None and previous.signature != part.signature:
             self._others[previous.signature] = previous
             while len(self._others) >= _NUM_KEPT:
@@ -405,13 +390,9 @@ class Plan:
 
     def _plan_again(self, sample: Sample, reason: str, observed: Observed) -> None:
         """Go over to a part that the planner makes for a call."""
-        assert self._planner is not None
         begin = time.perf_counter()
-        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
-        try:
-            part = self._planner.part_for(sample, observed)
-        finally:
-            self._part.execution.install(self._call)
+        find = self._part_for if self._part.execution.weights is None else self._metered_part_for
+        part = find(sample, observed)
         LOGGER.info("planned again in %s: %s", format_seconds(time.perf_counter() - begin), reason)
         if part.refusal:
             is_leaner = observed.exceeded is None or part.predicted_bytes < observed.peak_bytes
@@ -425,6 +406,29 @@ class Plan:
         self.use(part)
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
         self._steps.forget()
+
+    def _part_for(self, sample: Sample, observed: Observed) -> Part:
+        """A part that the planner makes for a call."""
+        assert self._planner is not None
+        self._part.execution.remove()  # measuring, and whoever looks for compiled stages, see the model as it is
+        try:
+            return self._planner.part_for(sample, observed)
+        finally:
+            self._part.execution.install(self._call)
+
+    def _metered_part_for(self, sample: Sample, observed: Observed) -> Part:
+        """The same where weights move, which return to the device meanwhile; what that takes is said once."""
+        budget = self.memory_budget
+        with Meter(self._part.execution.machine.device) as meter:
+            part = self._part_for(sample, observed)
+        if budget is not None and meter.peak_bytes > budget and not self._said_planning:
+            self._said_planning = True
+            _warn(
+                f"planning for other calls took {format_bytes(meter.peak_bytes)}, since all weights and optimizer "
+                f"state return to the device meanwhile, but the budget is {format_bytes(budget)}; training continues. "
+                "Call the model in one way (shapes, masks, autocast), or raise the budget"
+            )
+        return part
 
     def _end_step(self) -> None:
         """Note what the last step took, and free what it has left where its backward did not end."""
