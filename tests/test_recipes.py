@@ -339,6 +339,12 @@ def test_page(name, plans, tmp_path, monkeypatch):
     execute(DOCS / f"{name}.md", {"lowtide": lowtide, **OTHERS[name]()})
 
 
+def test_the_page_of_cuda_graphs_without_a_cuda_device():
+    given = {"lowtide": lowtide, "model": nn.Linear(4, 4), "batch": torch.zeros(2, 4)}
+    with pytest.raises(lowtide.LowtideError, match="needs a model on a CUDA device"):
+        execute(DOCS / "graphs.md", given)
+
+
 def test_every_page_with_a_program_is_run():
     with_programs = {page.stem for page in DOCS.rglob("*.md") if list(blocks(page, "python"))}
-    assert with_programs == {*GIVEN, *OTHERS, "quick-start", "distributed", "trainer"}
+    assert with_programs == {*GIVEN, *OTHERS, "quick-start", "distributed", "trainer", "graphs"}
