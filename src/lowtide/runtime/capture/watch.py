@@ -46,7 +46,7 @@ class SubmoduleCall:
     """The index of the call around it; -1 for the model itself."""
     depth: int
     opaque: bool
-    """Nothing inside can be a unit of its own: compiled or scripted code."""
+    """Nothing inside can be a unit of its own: compiled code."""
     entered: int
     left: int = NEVER
     inputs: set[int] = field(default_factory=set)
