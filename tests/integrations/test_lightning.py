@@ -66,7 +66,8 @@ def trained(
     module, recorder = Regression(how), Recorder()
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
-    loader = loader or torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+    if loader is None:
+        loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
     trainer = lightning.Trainer(
         max_steps=4,
         accelerator="cpu",
@@ -150,3 +151,24 @@ def test_the_sample_is_the_largest_of_a_few_batches(how: str, caplog: pytest.Log
     assert callback.plan.signature.tensors[0][0] == (24, WIDTH)
     assert callback.plan.num_shapes == 1
     assert not [record for record in caplog.records if "planned again" in record.message]
+
+
+class Position(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """A stream that goes on where it stopped, wherever it is read; functions are not copied with it."""
+
+    def __init__(self) -> None:
+        numbers = iter(range(64))
+        self.read = lambda: torch.full((WIDTH,), float(next(numbers)))
+
+    def __iter__(self) -> Any:
+        for _ in range(16):
+            yield [self.read()]
+
+
+def test_no_batch_of_a_stream_is_lost() -> None:
+    expected, _ = trained("itself", [], loader=torch.utils.data.DataLoader(Position(), batch_size=4))
+    callback = lowtide.LightningCallback("1GiB", bandwidth=0)
+    found, _ = trained("itself", [callback], loader=torch.utils.data.DataLoader(Position(), batch_size=4))
+    assert callback.plan.stats().num_steps == 4
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)

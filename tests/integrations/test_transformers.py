@@ -39,7 +39,7 @@ def model() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def trained(folder: Path, callbacks: list[Any], *, resume: str | None = None, **settings: Any) -> Any:
+def trained(folder: Path, callbacks: list[Any], *, resume: str | None = None, data: Any = None, **settings: Any) -> Any:
     arguments = transformers.TrainingArguments(
         str(folder),
         per_device_train_batch_size=2,
@@ -52,7 +52,7 @@ def trained(folder: Path, callbacks: list[Any], *, resume: str | None = None, **
         **{"save_strategy": "no", **settings},
     )
     trainer = transformers.Trainer(
-        model(), arguments, train_dataset=Sentences(), data_collator=padded, callbacks=callbacks
+        model(), arguments, train_dataset=data or Sentences(), data_collator=padded, callbacks=callbacks
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -93,6 +93,26 @@ def test_the_sample_is_the_largest_of_a_few_batches(tmp_path: Path, caplog: pyte
     assert not [record for record in caplog.records if "planned again" in record.message]
     assert callback.plan.signature is not None
     assert "24" in str(callback.plan.signature.to_dict())
+
+
+class Told(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Sentences from a stream that goes on where it stopped, wherever it is read; functions are not copied with it."""
+
+    def __init__(self) -> None:
+        sentences = iter([Sentences()[index] for index in range(24)])
+        self.read = lambda: next(sentences)
+
+    def __iter__(self) -> Any:
+        for _ in range(8):
+            yield self.read()
+
+
+def test_no_batch_of_a_stream_is_lost(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "plain", [], data=Told())
+    callback = lowtide.TransformersCallback("1GiB", bandwidth=0)
+    found = trained(tmp_path / "planned", [callback], data=Told())
+    assert callback.plan is not None
+    assert losses(found) == losses(expected)
 
 
 def test_gradient_checkpointing_beside_it_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lowtide.errors import PlanError
 from lowtide.integrations.planned import BudgetedTraining
-from lowtide.runtime.fitting.loader import largest_batch_of
+from lowtide.runtime.fitting.loader import can_read_ahead, largest_batch_of
 from lowtide.runtime.model.sample import Sample
 
 try:
@@ -25,9 +25,9 @@ class LightningCallback(Callback):
 
     What is planned for is the network that `training_step` calls first: the LightningModule itself (`self(x)`) or one
     of its children (`self.network(x)`); the plan is made in that call, under the Trainer's precision, for the largest
-    of a few batches where the network is called with tensors of the batch. Accumulation and the optimizer are taken
-    from the Trainer. Predicted and measured figures go to its loggers (`lowtide/...`). When
-    training ends, the module is as it was.
+    of a few batches where the network is called with tensors of the batch (of a stream, an `IterableDataset`, for the
+    first). Accumulation and the optimizer are taken from the Trainer. Predicted and measured figures go to its loggers
+    (`lowtide/...`). When training ends, the module is as it was.
 
     Args:
         memory_budget: bytes that a training step may allocate on the device, such as `"20GiB"`; None: what is free,
@@ -99,7 +99,7 @@ def with_largest(sample: Sample, batch: Any, loader: Any) -> Sample:
     """A call with the tensors of the largest of a few batches in place of the current batch's own, where all of its
     tensors are those.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or not can_read_ahead(loader):
         return sample
     now, form = tree_flatten(batch)
     largest, largest_form = tree_flatten(largest_batch_of(loader))

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from lowtide.integrations.planned import BudgetedTraining
-from lowtide.runtime.fitting.loader import largest_batch_of
+from lowtide.runtime.fitting.loader import can_read_ahead, largest_batch_of
 from lowtide.runtime.model.sample import Sample
 
 
@@ -19,8 +19,9 @@ class TransformersCallback(TrainerCallback):
     """Keeps a Trainer's steps within a memory budget.
 
     The plan is made in the first training step, under the Trainer's own precision and with its own arguments, for the
-    largest of a few batches. Accumulation and the optimizer are taken from the Trainer. Predicted and measured figures
-    are in the Trainer's logs (`lowtide/...`). When training ends, the model is as it was.
+    largest of a few batches (of a stream, an `IterableDataset`, for the first). Accumulation and the optimizer are
+    taken from the Trainer. Predicted and measured figures are in the Trainer's logs (`lowtide/...`). When training
+    ends, the model is as it was.
 
     Args:
         memory_budget: bytes that a training step may allocate on the device, such as `"20GiB"`; None: what is free,
@@ -95,9 +96,10 @@ def _go_first(callback: TrainerCallback) -> None:
 
 def with_largest(sample: Sample, loader: Any) -> Sample:
     """A call with the largest of a few batches, if that is larger than its own."""
-    if loader is None:
+    loader = getattr(loader, "base_dataloader", loader)  # accelerate wraps loaders
+    if loader is None or not can_read_ahead(loader):
         return sample
-    largest = largest_batch_of(getattr(loader, "base_dataloader", loader))  # accelerate wraps loaders
+    largest = largest_batch_of(loader)
     if not isinstance(largest, dict):
         return sample
     shared = {

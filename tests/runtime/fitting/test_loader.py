@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import lowtide
-from lowtide.runtime.fitting.loader import largest_batch_of
+from lowtide.runtime.fitting.loader import can_read_ahead, largest_batch_of
 from lowtide.runtime.measure.weights import unwrapped
 
 
@@ -88,6 +90,92 @@ def test_streams_and_empty_loaders() -> None:
         largest_batch_of(DataLoader(TensorDataset(torch.randn(0, 8)), batch_size=4))
     with pytest.raises(lowtide.CaptureError, match="no tensors"):
         largest_batch_of(DataLoader(["a", "b"], batch_size=2))  # type: ignore[arg-type]
+
+
+class Position(IterableDataset[Any]):
+    """Reads on where it stopped."""
+
+    def __init__(self, numbers: Any = None) -> None:
+        self.position = 0
+        self.numbers = numbers
+
+    def __iter__(self) -> Any:
+        for _ in range(4):
+            self.position += 1
+            yield torch.full((8,), float(self.position if self.numbers is None else next(self.numbers)))
+
+
+class Shared(IterableDataset[Any]):
+    """Copies share a position, since functions are not copied."""
+
+    def __init__(self) -> None:
+        numbers = itertools.count()
+        self.read = lambda: torch.full((8,), float(next(numbers)))
+
+    def __iter__(self) -> Any:
+        for _ in range(4):
+            yield self.read()
+
+
+class Endless(Sampler[int]):
+    """Goes on where it stopped."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.position += 1
+            yield self.position % 16
+
+
+def seen(loader: DataLoader[Any]) -> list[list[float]]:
+    return [torch.as_tensor(batch).flatten().tolist() for batch in itertools.islice(loader, 3)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Position(), batch_size=2),
+        lambda: DataLoader(Position(), batch_size=None),
+        lambda: DataLoader(Position(iter(range(9))), batch_size=2),
+        lambda: DataLoader(torch.arange(128.0).reshape(16, 8), batch_size=2, sampler=Endless()),  # type: ignore[arg-type]
+        lambda: DataLoader(torch.arange(128.0).reshape(16, 8), batch_size=None, sampler=Endless()),  # type: ignore[arg-type]
+        lambda: DataLoader(torch.arange(64.0).reshape(8, 8), batch_sampler=iter([[0, 1], [2], [3]])),  # type: ignore[arg-type]
+    ],
+)
+def test_what_keeps_a_position_is_not_moved_on(make: Callable[[], DataLoader[Any]]) -> None:
+    expected, loader = seen(make()), make()
+    lowtide.fit(network(), loader, memory_budget="1GiB", bandwidth=0)
+    assert seen(loader) == expected
+
+
+def test_no_worker_is_started_that_would_keep_its_position() -> None:
+    loader = DataLoader(Position(), batch_size=2, num_workers=1, persistent_workers=True)
+    assert largest_batch_of(loader).shape == (2, 8)
+    assert loader._iterator is None
+
+
+def test_streams_that_cannot_be_copied_are_refused_and_not_moved_on() -> None:
+    numbers = (number for number in range(9))
+    with pytest.raises(lowtide.CaptureError, match="reads a stream"):
+        lowtide.fit(network(), DataLoader(Position(numbers), batch_size=2), memory_budget="1GiB", bandwidth=0)
+    assert next(numbers) == 0
+    indices = ([number] for number in range(8))
+    with pytest.raises(lowtide.CaptureError, match="reads a stream"):
+        largest_batch_of(DataLoader(torch.ones(8, 8), batch_sampler=indices))  # type: ignore[arg-type]
+    assert next(indices) == [0]
+
+
+def test_a_stream_that_was_moved_on_all_the_same_is_told() -> None:
+    with pytest.raises(lowtide.CaptureError, match="fit has moved it on"):
+        lowtide.fit(network(), DataLoader(Shared(), batch_size=2), memory_budget="1GiB", bandwidth=0)
+
+
+def test_nothing_is_read_from_streams_while_a_loop_reads_them() -> None:
+    assert not can_read_ahead(DataLoader(Stream(), batch_size=2))
+    assert not can_read_ahead(DataLoader(torch.ones(8, 8), batch_sampler=([k] for k in range(8))))  # type: ignore[arg-type]
+    assert can_read_ahead(DataLoader(torch.ones(8, 8), batch_size=2, shuffle=True))  # type: ignore[arg-type]
 
 
 def test_optimizers_are_found_inside_what_frameworks_put_around_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lowtide.errors import CaptureError, shown
 from lowtide.runtime.model.sample import Sample, tensors_in
@@ -41,25 +42,89 @@ def sample_from(model: nn.Module, sample: Any) -> Any:
 
 
 def largest_batch_of(loader: DataLoader[Any]) -> Any:
-    """The largest of a loader's first batches, by bytes; no generator moves, neither the loader's own nor another."""
+    """The largest of a loader's first batches, by bytes. What the loader reads from stays where it is: positions are
+    moved in copies, and no generator moves, neither the loader's own nor another.
+    """
     generators = Generators(set(), _generators_of(loader))
-    with generators.replayed(generators.state()):
+    before = generators.state()
+    with generators.replayed(before):
         batches = list(itertools.islice(_batches(loader), _NUM_LOOKED_AT))
     if not batches:
         raise CaptureError("the DataLoader passed as a sample is empty; pass one with batches, or a batch")
+    if _is_stream(loader):
+        with generators.replayed(before):
+            _check_starts_anew(batches[0], next(_batches(loader), None))
     largest = max(batches, key=_num_bytes)
     if _num_bytes(largest) == 0:
         raise CaptureError(f"the DataLoader yields {shown(largest)}, which has no tensors; pass a batch as the sample")
     return largest
 
 
+def can_read_ahead(loader: DataLoader[Any]) -> bool:
+    """Whether reading batches certainly takes none from a loop that reads the same loader. Of a stream, even one that
+    can be copied, that shows only afterwards.
+    """
+    return not _is_stream(loader) and _copy_of(_sampler_of(loader), loader) is not None
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def _batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The first batches, made in this process: worker processes would go on and prefetch others."""
-    if loader.batch_sampler is None or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        yield from loader
+    """The first batches, made in this process from copies: worker processes would go on and prefetch others."""
+    read_from = _copy_of(loader.dataset if _is_stream(loader) else _sampler_of(loader), loader)
+    if read_from is None:
+        raise CaptureError(
+            "the DataLoader reads a stream, which fit would move on; pass a batch instead of the loader: take one from "
+            "the iterator that the loop goes on with"
+        )
+    if _is_stream(loader):
+        yield from DataLoader(
+            read_from,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            collate_fn=loader.collate_fn,
+            generator=loader.generator,
+        )
         return
-    for indices in loader.batch_sampler:
-        yield loader.collate_fn([loader.dataset[index] for index in indices])
+    for drawn in read_from:
+        found = (
+            [loader.dataset[index] for index in drawn] if loader.batch_sampler is not None else loader.dataset[drawn]
+        )
+        yield loader.collate_fn(found)
+
+
+def _copy_of(read_from: Any, loader: DataLoader[Any]) -> Any:
+    """A copy of a stream or sampler, to be moved on in its place; None where it cannot be copied, as files, queues and
+    generators cannot. A sampler's copy refers to the dataset itself, which may be large.
+    """
+    memo = {} if read_from is loader.dataset else {id(loader.dataset): loader.dataset}
+    try:
+        return copy.deepcopy(read_from, memo)
+    except Exception:  # what an object raises that cannot be copied is up to its class
+        return None
+
+
+def _check_starts_anew(one: Any, other: Any) -> None:
+    """Refuse a stream whose copies share a position, in a closure, a global or an open file."""
+    first, second = list(tensors_in(one)), list(tensors_in(other))
+    if len(first) != len(second) or not all(map(_are_same, first, second)):
+        raise CaptureError(
+            "the DataLoader's stream gives another first batch each time it is read, so fit has moved it on (or it "
+            "draws numbers without a seed); open the stream again, and pass a batch to fit instead of the loader"
+        )
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.to_dense(), other.to_dense()
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is not equal to itself
 
 
 def _generators_of(loader: DataLoader[Any]) -> Iterator[torch.Generator]:
