@@ -376,3 +376,21 @@ def test_a_torchscript_part_is_refused_by_name(convert, call):
         call(model, torch.zeros(2, WIDTH))
     with pytest.raises(lowtide.CaptureError, match=r"^the model is a TorchScript module"):
         call(model[2], torch.zeros(2, WIDTH))
+
+
+def test_a_model_that_catches_an_error_of_its_part_is_told_to_move_the_try():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = chain_of_blocks()
+
+        def forward(self, x):
+            for block in self.blocks:
+                try:
+                    x = block(x[:, :3])
+                except RuntimeError:
+                    x = block(x)
+            return x
+
+    with pytest.raises(lowtide.CaptureError, match=r"Net catches an error of its submodule 'blocks\.0'.*into submodules"):
+        fit(Net(), torch.zeros(2, WIDTH))

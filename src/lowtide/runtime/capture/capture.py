@@ -169,6 +169,12 @@ def _refuse_what_cannot_work(model: nn.Module, observation: Observation) -> None
             f"{type(model).__name__} has its own __call__ that does not call nn.Module's, so its calls cannot be "
             "seen; name it forward, or end it with super().__call__(...)"
         )
+    whole = next((call.whole for call in observation.calls if call.depth == 0 and call.whole), None)
+    if whole is not None:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} {whole}, which cannot be repeated in stages; move the code that "
+            "does so into submodules of its own: each can be a stage as a whole"
+        )
     if observation.checkpoints:
         raise CaptureError(
             "the model already uses torch.utils.checkpoint, so nothing is left to save; turn that off "

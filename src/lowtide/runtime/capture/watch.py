@@ -46,7 +46,7 @@ class SubmoduleCall:
     """The index of the call around it; -1 for the model itself."""
     depth: int
     opaque: bool
-    """Nothing inside can be a unit of its own: compiled code."""
+    """Nothing inside can be a unit of its own: compiled code, or a `whole`."""
     entered: int
     left: int = NEVER
     inputs: set[int] = field(default_factory=set)
@@ -54,6 +54,8 @@ class SubmoduleCall:
     """Serial numbers of the memory that its outputs show."""
     left_behind: set[int] = field(default_factory=set)
     """Those of tensors that its module has in its attributes when it ends."""
+    whole: str = ""
+    """What its own code does with a call inside, for a message, where that call cannot be repeated by itself."""
 
 
 @dataclass(slots=True)
@@ -304,6 +306,28 @@ class _Watcher(TorchDispatchMode):
         for tensor in tensors_in({name: value for name, value in vars(module).items() if name not in _MODULE_TABLES}):
             known = (self._serial_of.get(storage._cdata) for storage in _storages(tensor))
             call.left_behind.update(entry[1] for entry in known if entry is not None)
+        if call.whole:
+            self._close(call)
+
+    def fail(self, call: SubmoduleCall) -> None:
+        """A submodule's call ends with an error, which whoever called it may catch."""
+        self._clock += 1
+        self._stack.pop()
+        call.left = self._clock
+        self._keep_whole_around(call, "catches an error of")
+
+    def _keep_whole_around(self, call: SubmoduleCall, what: str) -> None:
+        if call.parent != NEVER:
+            parent = self.observation.calls[call.parent]
+            parent.whole = parent.whole or f"{what} its submodule {call.path!r}"
+
+    def _close(self, call: SubmoduleCall) -> None:
+        """Make one whole of a call, as if its submodules were not seen."""
+        call.opaque = True
+        del self.observation.calls[call.index + 1 :]
+        for memory in self.observation.memories:
+            memory.maker = min(memory.maker, call.index)
+            memory.readers = {min(reader, call.index) for reader in memory.readers}
 
     def finish(self, output: Any) -> None:
         """The forward has ended; what its output shows is read by the caller."""
@@ -451,7 +475,11 @@ class _ReportingLayer(Layer):
             self._watcher.pass_by(self._path)
             return self.pass_on(*args, **kwargs)
         record = self._watcher.enter(self._path, self._is_opaque, (args, kwargs))
-        output = self.pass_on(*args, **kwargs)
+        try:
+            output = self.pass_on(*args, **kwargs)
+        except BaseException:
+            self._watcher.fail(record)
+            raise
         self._watcher.leave(record, output, self.module)
         return output
 
