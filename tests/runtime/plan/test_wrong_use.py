@@ -359,3 +359,20 @@ def test_a_lazy_buffer_is_told():
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(), nn.Tanh())
     with pytest.raises(lowtide.CaptureError, match=r"has no shape yet; call the model once"):
         lowtide.fit(model, torch.zeros(2, 4), memory_budget="1GiB")
+
+
+def attach(model: nn.Module, sample: object) -> lowtide.Plan:
+    steps = [*(lowtide.Forward(k, "all") for k in range(1, 5)), *(lowtide.Backward(k) for k in range(4, 0, -1))]
+    return lowtide.attach(model, lowtide.Schedule("by hand", steps))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("call", [fit, lowtide.measure, attach])
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda part: torch.jit.trace(part, torch.zeros(2, WIDTH))])
+def test_a_torchscript_part_is_refused_by_name(convert, call):
+    model = chain_of_blocks()
+    model[2] = convert(model[2])
+    with pytest.raises(lowtide.CaptureError, match=r"submodule '2' is a TorchScript module.*use the module"):
+        call(model, torch.zeros(2, WIDTH))
+    with pytest.raises(lowtide.CaptureError, match=r"^the model is a TorchScript module"):
+        call(model[2], torch.zeros(2, WIDTH))

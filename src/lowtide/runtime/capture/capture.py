@@ -29,7 +29,7 @@ from lowtide.runtime.capture.cuts import (
 )
 from lowtide.runtime.capture.units import settle
 from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall, watch
-from lowtide.runtime.model.interception import planned_part_of
+from lowtide.runtime.model.interception import planned_part_of, refuse_scripted
 from lowtide.runtime.model.sample import Sample, without_cache
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.state.preserve import preserved
@@ -126,6 +126,7 @@ def check_arguments(model: Any, stages: Any, loss: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"model is {shown(model)}, expected an nn.Module")
+    refuse_scripted(model)
     planned = planned_part_of(model)
     if planned is not None:
         raise CaptureError(

@@ -46,7 +46,7 @@ class SubmoduleCall:
     """The index of the call around it; -1 for the model itself."""
     depth: int
     opaque: bool
-    """Nothing inside can be a unit of its own: compiled or scripted code."""
+    """Nothing inside can be a unit of its own: compiled code."""
     entered: int
     left: int = NEVER
     inputs: set[int] = field(default_factory=set)
@@ -398,12 +398,9 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """Whether a module's inside cannot be watched call by call: it is compiled or scripted."""
-    return (
-        type(module).__name__ == "OptimizedModule"  # without importing torch._dynamo, which takes seconds
-        or is_compiled(module)
-        or isinstance(module, torch.jit.ScriptModule)
-    )
+    """Whether a module's inside cannot be watched call by call: it is compiled."""
+    # By name: importing torch._dynamo takes seconds.
+    return type(module).__name__ == "OptimizedModule" or is_compiled(module)
 
 
 def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -425,11 +422,7 @@ def watched_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 @contextmanager
 def _patched(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
     """Each submodule tells the watcher when its call begins and ends."""
-    layers = [
-        _ReportingLayer(module, path, watcher)
-        for path, module in watched_modules(model)
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
+    layers = [_ReportingLayer(module, path, watcher) for path, module in watched_modules(model)]
     try:
         for layer in layers:
             layer.push()

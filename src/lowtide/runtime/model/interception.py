@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lowtide.errors import PlanError
+from lowtide.errors import CaptureError, PlanError
 from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED, Bypass, end_guard, guard_against_compiling
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
 
@@ -155,11 +155,24 @@ def planned_part_of(model: nn.Module) -> str | None:
     return next((path for path, module in parts if handler_of(module) is not None), None)
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse TorchScript: what its modules keep and change is in C++, where it can be neither seen nor put back.
+
+    Raises:
+        CaptureError: with the first part that is scripted or traced.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            part = f"submodule {path!r}" if path else "the model"
+            raise CaptureError(
+                f"{part} is a TorchScript module (torch.jit.script, torch.jit.trace), whose calls and state cannot be "
+                "watched; use the module that it was made from, and compile_stages=True to have it compiled"
+            )
+
+
 def _submodule(model: nn.Module, path: str) -> nn.Module:
     try:
         module = model.get_submodule(path)
     except AttributeError:
         raise PlanError(f"the model has no submodule {path!r}; use the model that the plan was made for") from None
-    if isinstance(module, torch.jit.ScriptModule):
-        raise PlanError(f"submodule {path!r} is a TorchScript module, which cannot be watched; use the original module")
     return module

@@ -18,6 +18,7 @@ from lowtide.runtime.execute.stepping import steps_alone
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import like_of
+from lowtide.runtime.model.interception import refuse_scripted
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Part, Plan, attached_plan
 from lowtide.runtime.transfer.arena import rounded
@@ -60,6 +61,7 @@ def attach(
 
     Raises:
         PlanError: where the model does not have the chain's stages.
+        CaptureError: where a part of the model is TorchScript.
         ScheduleError: where a schedule is illegal.
 
     Example:
@@ -128,10 +130,11 @@ def check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def check_is_model(model: Any) -> None:
-    """Refuse anything but a module.
+    """Refuse anything but a module, and modules that cannot have a plan.
 
     Raises:
         PlanError: with what was given.
+        CaptureError: with the part that is TorchScript.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model is {shown(model)}, expected an nn.Module")
@@ -140,6 +143,7 @@ def check_is_model(model: Any) -> None:
         raise PlanError(f"the model is wrapped in {name} already; call fit before {name}(model), on the model itself")
     if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         raise PlanError("the model is sharded already; call fit before fully_shard(model)")
+    refuse_scripted(model)
 
 
 def split_for(model: nn.Module, chain: Chain | None) -> Split:
