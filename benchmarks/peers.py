@@ -97,12 +97,13 @@ def fill(row: Row, timed: harness.Timed) -> None:
 @contextmanager
 def measured_once() -> Iterator[None]:
     """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
-    measured, plain = dict[tuple[int, bool], tuple[Split, lowtide.Chain, Compilation | None]](), trials.measured_for
+    measured = dict[tuple[int, bool, int], tuple[Split, lowtide.Chain, Compilation | None]]()
+    plain = trials.measured_for
 
-    def remembering(model: nn.Module, sample: Sample, settings: Settings) -> Any:
-        key = id(model), settings.compilation is not None
+    def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
+        key = id(model), settings.compilation is not None, settings.finer_than
         if key not in measured:
-            split, (chain, compiled) = plain(model, sample, settings)
+            split, (chain, compiled) = plain(model, sample, settings, *others)
             measured[key] = split, chain, None if compiled is None else compiled.compilation
             return split, (chain, compiled)
         split, chain, compilation = measured[key]

@@ -210,7 +210,8 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_that_is_cut_leaves_valid_results(tmp_path):
-    peers.main(["--tiny", "--device", "cpu", "--only", "gpt", "--seconds", "1.5", "--output", str(tmp_path)])
+    given = ["--tiny", "--device", "cpu", "--only", "gpt", "--passes", "eager"]  # a compiler that is cut off aborts
+    peers.main([*given, "--seconds", "0.5", "--output", str(tmp_path)])
     written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())
     assert written["skipped"]
 

@@ -61,9 +61,14 @@ class Recorder(lightning.pytorch.loggers.Logger):  # type: ignore[misc, name-def
 
 
 def trained(
-    how: str, callbacks: list[Any], resume: str | None = None, loader: Any = None, **settings: Any
+    how: str,
+    callbacks: list[Any],
+    resume: str | None = None,
+    loader: Any = None,
+    kind: Any = Regression,
+    **settings: Any,
 ) -> tuple[Regression, Recorder]:
-    module, recorder = Regression(how), Recorder()
+    module, recorder = kind(how), Recorder()
     torch.manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
     if loader is None:
@@ -169,6 +174,32 @@ def test_no_batch_of_a_stream_is_lost() -> None:
     expected, _ = trained("itself", [], loader=torch.utils.data.DataLoader(Position(), batch_size=4))
     callback = lowtide.LightningCallback("1GiB", bandwidth=0)
     found, _ = trained("itself", [callback], loader=torch.utils.data.DataLoader(Position(), batch_size=4))
+    assert callback.plan.stats().num_steps == 4
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class ByHand(Regression):
+    """Steps itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, index))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_updates_in_backward_need_steps_by_hand() -> None:
+    options = {"bandwidth": "2GB/s", "strategy": "joint", "step_in_backward": True}
+    with pytest.raises(lowtide.PlanError, match=r"step_in_backward=True.*automatic_optimization = False"):
+        trained("itself", [lowtide.LightningCallback("1GiB", **options)])
+    expected, _ = trained("itself", [], kind=ByHand)
+    callback = lowtide.LightningCallback("1GiB", **options)
+    found, _ = trained("itself", [callback], kind=ByHand)
     assert callback.plan.stats().num_steps == 4
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)

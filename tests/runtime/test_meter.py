@@ -128,6 +128,7 @@ def _unfrozen() -> Iterator[None]:
 @pytest.mark.usefixtures("_unfrozen")
 def test_in_a_settled_heap_all_tensors_count_and_only_new_objects_are_looked_at() -> None:
     parameter, dies = nn.Parameter(torch.ones(1000)), torch.ones(500)
+    gc.collect()  # what other tests have left
     with Meter("cpu") as meter:
         before = meter.live_bytes
     with settled(torch.device("cpu")):

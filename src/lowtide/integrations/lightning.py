@@ -41,6 +41,7 @@ class LightningCallback(Callback):
 
     def __init__(self, memory_budget: int | str | None = None, *, module: str | None = None, **options: Any) -> None:
         self._module = module
+        self._steps_in_backward = bool(options.get("step_in_backward"))
         self._batch: Any = None
         self._planned = BudgetedTraining(memory_budget, options)
 
@@ -52,6 +53,12 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the first step."""
         optimizers = trainer.optimizers
+        if self._steps_in_backward and pl_module.automatic_optimization:
+            raise PlanError(
+                "Lightning runs forward and backward inside the optimizer's step, so the first step has begun when "
+                "LightningCallback plans, and cannot become one that updates weights in backward; leave out "
+                "step_in_backward=True, or step by hand (self.automatic_optimization = False)"
+            )
 
         def sample_for(module: nn.Module, sample: Sample) -> Sample:
             _check_holds_all(pl_module, module, self._module)

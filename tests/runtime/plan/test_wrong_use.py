@@ -392,5 +392,5 @@ def test_a_model_that_catches_an_error_of_its_part_is_told_to_move_the_try():
                     x = block(x)
             return x
 
-    with pytest.raises(lowtide.CaptureError, match=r"Net catches an error of its submodule 'blocks\.0'.*into submodules"):
+    with pytest.raises(lowtide.CaptureError, match=r"catches an error of its submodule 'blocks\.0'.*into submodules"):
         fit(Net(), torch.zeros(2, WIDTH))
