@@ -414,6 +414,21 @@ class FallsBack(nn.Module):
             return F.dropout(self.second(x), 0.3) * self.first.tries.clone() / self.first.num_tries
 
 
+class Hypernetwork(nn.Module):
+    """Calls a part, again and again, with weights that another part computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.part = nn.Linear(4, WIDTH * WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.codes = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for code in self.codes:
+            weight = self.maker(code).view(WIDTH, WIDTH) + self.part[0].weight
+            x = torch.func.functional_call(self.part, {"0.weight": weight}, (x,))
+        return x
+
+
 def hooked() -> nn.Module:
     """Full backward hooks, on a part and on the whole: each is a function around its module."""
     model = Transformerlike()

@@ -226,6 +226,7 @@ STRUCTURE = [
         num_stages=3,
     ),
     Awkward("errors that blocks catch", stack(structure.FallsBack), (8, structure.WIDTH), num_stages=5, fitted=256),
+    Awkward("weights that blocks compute", stack(structure.Hypernetwork), (64, structure.WIDTH), num_stages=5),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
     Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),

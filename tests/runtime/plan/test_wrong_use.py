@@ -394,3 +394,17 @@ def test_a_model_that_catches_an_error_of_its_part_is_told_to_move_the_try():
 
     with pytest.raises(lowtide.CaptureError, match=r"catches an error of its submodule 'blocks\.0'.*into submodules"):
         fit(Net(), torch.zeros(2, WIDTH))
+
+
+def test_a_model_that_gives_its_part_other_weights_is_told_so():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.part, self.last = chain_of_blocks(), nn.Linear(WIDTH, WIDTH), chain_of_blocks()
+
+        def forward(self, x):
+            weights = {"weight": self.first(self.part.weight)}
+            return self.last(torch.func.functional_call(self.part, weights, (x,)))
+
+    with pytest.raises(lowtide.CaptureError, match=r"gives other weights \(functional_call\) to its submodule 'part'"):
+        fit(Net(), torch.randn(2, WIDTH))

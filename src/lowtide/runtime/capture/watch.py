@@ -224,6 +224,7 @@ class _Watcher(TorchDispatchMode):
         self._num_calls: dict[str, int] = {}
         self.is_in_function = False
         """Whether a custom autograd function runs."""
+        self._parameters = {id(parameter) for parameter in model.parameters()}
         names: dict[int, list[str]] = {}
         for role, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
             for name, tensor in named(remove_duplicate=False):
@@ -315,6 +316,14 @@ class _Watcher(TorchDispatchMode):
         self._stack.pop()
         call.left = self._clock
         self._keep_whole_around(call, "catches an error of")
+
+    def look_for_other_weights(self, call: SubmoduleCall, module: nn.Module) -> None:
+        """See whether the code around a call has put tensors in the place of its weights (`functional_call`), which a
+        recomputation of the call by itself would not find.
+        """
+        given = (p for p in module.parameters() if not isinstance(p, nn.Parameter) and id(p) not in self._parameters)
+        if call.parent != NEVER and next(given, None) is not None:
+            self._keep_whole_around(call, "gives other weights (functional_call) to")
 
     def _keep_whole_around(self, call: SubmoduleCall, what: str) -> None:
         if call.parent != NEVER:
@@ -475,6 +484,7 @@ class _ReportingLayer(Layer):
             self._watcher.pass_by(self._path)
             return self.pass_on(*args, **kwargs)
         record = self._watcher.enter(self._path, self._is_opaque, (args, kwargs))
+        self._watcher.look_for_other_weights(record, self.module)
         try:
             output = self.pass_on(*args, **kwargs)
         except BaseException:
