@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from lowtide.runtime.meter import no_collection
 
 # With segments that grow, the pool of DenseNet-121's step within 60 % of its memory reserves 1.02 of what the step
 # takes on an H200; with the allocator's usual ones, which cannot be put together, 1.73.
@@ -49,7 +50,8 @@ class Pool:
         # Other threads may go on using the device meanwhile: that which puts batches into pinned memory does.
         mode = "thread_local"
         try:
-            with _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode), _without_collector():
+            # What the collector frees, a graph or memory of another stream, would end a capture.
+            with _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode), no_collection():
                 yield
         except BaseException:
             # Where a capture breaks off, torch leaves its stream in place, and the generator waiting for its end.
@@ -82,18 +84,6 @@ class Pool:
     def end(self) -> None:
         """The backward of the last forward has been replayed."""
         self._pending = None
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep the garbage collector from freeing a graph, or memory of another stream, which would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager
