@@ -71,13 +71,14 @@ class GraphedStep:
         self._inputs: list[_Input] = []
         form = template((args, kwargs), self._take_in)
         counters = execution.machine.counters
-        before = counters.num_steps, counters.num_recomputed, counters.moved_bytes
+        before = dict(vars(counters))
         tier, parameters = execution.machine.tier, list(execution.machine.model.parameters())
         tier.join()
         pool.renew()
         _forget_accumulators(parameters)
         with ExitStack() as stack:
             stack.callback(tier.forget)  # events of a capture mean nothing outside it
+            stack.callback(vars(counters).update, before)  # nothing has run
             stack.enter_context(_without_hooks(parameters))
             stack.enter_context(execution.machine.unchecked())
             own_args, own_kwargs = build(form, [given.tensor for given in self._inputs])
@@ -96,8 +97,8 @@ class GraphedStep:
                 tier.join()
             self._take_gradients(leaves, gradients)
             del edges, leaves, gradients
-        self._counted = counters.num_recomputed - before[1], counters.moved_bytes - before[2]
-        counters.num_steps, counters.num_recomputed, counters.moved_bytes = before
+            self._num_recomputed = counters.num_recomputed - before["num_recomputed"]
+            self._moved_bytes = counters.moved_bytes - before["moved_bytes"]
         pool.steps.add(self)
         pool.measure()
 
@@ -149,7 +150,7 @@ class GraphedStep:
         given = tensors_of((args, kwargs))
         for own, tensor in zip(self._inputs, given, strict=True):
             own.fill(tensor)
-        run = _Run(self)
+        run = _Replay(self)
         trained = [given[number] for number, _ in self._gradients_of_inputs]
         outputs = _Replayed.apply(run, *trained, *self.leaves)
         return build(self._form, outputs)
@@ -179,13 +180,13 @@ class GraphedStep:
         self._graphs[1].replay()
         counters = self.execution.machine.counters
         counters.num_steps += 1
-        counters.num_recomputed += self._counted[0]
-        counters.moved_bytes += self._counted[1]
+        counters.num_recomputed += self._num_recomputed
+        counters.moved_bytes += self._moved_bytes
         own = [gradient.clone() for _, gradient in self._gradients_of_inputs]
         return own + [gradient.detach() for gradient in self.gradients]
 
 
-class _Run:
+class _Replay:
     """One forward that was replayed, until its backward has been."""
 
     def __init__(self, step: GraphedStep) -> None:
@@ -246,7 +247,7 @@ class _Replayed(torch.autograd.Function):
     """The node of autograd that stands for the model."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: _Replay, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         outputs = run.forward()

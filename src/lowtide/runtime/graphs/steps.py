@@ -38,7 +38,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _OFF = "steps run without CUDA graphs"
 
 
-class Step(Protocol):
+class Replayable(Protocol):
     """A step that was captured."""
 
     leaves: list[torch.Tensor]
@@ -69,7 +69,7 @@ class GraphedSteps:
         execution: Execution,
         pool: Pool,
         spare_bytes: int | None = None,
-        make: Callable[..., Step] = GraphedStep,
+        make: Callable[..., Replayable] = GraphedStep,
     ) -> None:
         self._execution = execution
         self._pool = pool
@@ -196,7 +196,7 @@ class GraphedSteps:
 
     def _captured(
         self, watched: _Watched, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Step | None:
+    ) -> Replayable | None:
         """Capture a step; None: it cannot be, and nothing has changed."""
         if watched.refusal or self._hooks():
             self._refuse(watched.refusal or self._hooks())
@@ -231,7 +231,7 @@ class GraphedSteps:
 
     # When a step is replayed
 
-    def _is_usable(self, step: Step) -> bool:
+    def _is_usable(self, step: Replayable) -> bool:
         """Whether a graph does now what the model would do."""
         assert self._look is not None
         changed = self._look.difference(self._cells.look(self._look))
@@ -275,7 +275,7 @@ class _Watched:
         self._num_results = 0
         self._task: int | None = None
         self.refusal = ""
-        self.step: Step | None = None
+        self.step: Replayable | None = None
         self.around_backward: Surroundings | None = None
 
     @property
