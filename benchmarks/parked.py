@@ -4,7 +4,7 @@
     python -m benchmarks.parked --model 1b --device cuda --budgets 25% --autocast --clip --steps 10
     python -m benchmarks.parked --model 7b --device cuda --budgets 24GiB 16GiB --dtype bfloat16
     python -m benchmarks.parked --model 7b --device cuda --ways fsdp2 torchao --dtype bfloat16
-    python -m benchmarks.parked --model 17b --device cuda --budgets 24GiB --host 100GiB --ways in-backward --dtype bfloat16
+    python -m benchmarks.parked --model 17b --device cuda --budgets 24GiB --ways in-backward --dtype bfloat16
     python -m benchmarks.parked --model tiny --dtype bfloat16
 
 Trains a model with AdamW: plainly with its blocks recomputed, within budgets of device memory with lowtide, in both of
