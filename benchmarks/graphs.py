@@ -113,7 +113,8 @@ def show(rows: list[Row], row: Row) -> None:
     rows.append(row)
     predicted = ""
     if row.predicted_seconds is not None and row.clock_seconds is not None:
-        predicted = f" (by its clock {format_seconds(row.clock_seconds)}, predicted {format_seconds(row.predicted_seconds)})"
+        clock, expected = format_seconds(row.clock_seconds), format_seconds(row.predicted_seconds)
+        predicted = f" (by its clock {clock}, predicted {expected})"
     expected = "" if row.predicted_peak_bytes is None else f" (predicted {format_bytes(row.predicted_peak_bytes)})"
     pool = "" if row.pool_bytes is None else f", of which the pool reserves {format_bytes(row.pool_bytes)}"
     figures = f"{format_seconds(row.seconds)}{predicted}, {format_bytes(row.peak_bytes)}{expected}{pool}"
