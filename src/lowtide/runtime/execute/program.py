@@ -261,7 +261,7 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
 
 
 def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule:
-    """A list that moves weights as it runs in a loop of the user's, whose code has its turn between the parts of a step.
+    """A list that moves weights as a loop of the user's runs it, whose code has its turn between the parts of a step.
 
     That code may change what is on the device, so what stays there from one step to the next is copied when the next
     one begins, and not before. Whatever is on its way arrives before that code runs. And the gradients that an update
