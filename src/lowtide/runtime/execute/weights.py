@@ -436,7 +436,7 @@ class Weights:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._tier = tier
-        self._names: dict[Hashable, str] = {**names}
+        self._names: Mapping[Any, str] = names
         self._adopted: dict[int, Mirror] = {}
         self.parameters = parameters
         self.optimizer = optimizer
