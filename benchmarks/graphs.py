@@ -42,6 +42,8 @@ class Row:
     peak_bytes: int
     budget_bytes: int | None = None
     predicted_seconds: float | None = None
+    clock_seconds: float | None = None
+    """From the beginning of forward to the end of backward, as a plan measures it: what is predicted."""
     predicted_peak_bytes: int | None = None
     pool_bytes: int | None = None
     recomputed: float | None = None
@@ -88,12 +90,17 @@ def captured(model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], t
 BLOCKS = frozenset({"_DenseLayer", "MBConv", "FusedMBConv", "Block", "SwinTransformerBlock"})
 
 
+def _checkpointed(forward: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint around one call; lists are copied, since DenseNet goes on appending to its own."""
+    return checkpoint(forward, *(list(arg) if isinstance(arg, list) else arg for arg in args), use_reentrant=False)
+
+
 @contextmanager
 def checkpoints(model: nn.Module) -> Iterator[None]:
     """Each block is a checkpoint, as by hand."""
     blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = functools.partial(_checkpointed, block.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -104,7 +111,10 @@ def checkpoints(model: nn.Module) -> Iterator[None]:
 def show(rows: list[Row], row: Row) -> None:
     """Add a row and print it."""
     rows.append(row)
-    predicted = "" if row.predicted_seconds is None else f" (predicted {format_seconds(row.predicted_seconds)})"
+    predicted = ""
+    if row.predicted_seconds is not None and row.clock_seconds is not None:
+        clock, expected = format_seconds(row.clock_seconds), format_seconds(row.predicted_seconds)
+        predicted = f" (by its clock {clock}, predicted {expected})"
     expected = "" if row.predicted_peak_bytes is None else f" (predicted {format_bytes(row.predicted_peak_bytes)})"
     pool = "" if row.pool_bytes is None else f", of which the pool reserves {format_bytes(row.pool_bytes)}"
     figures = f"{format_seconds(row.seconds)}{predicted}, {format_bytes(row.peak_bytes)}{expected}{pool}"
@@ -160,6 +170,7 @@ def bench(
             found, stats, graphs = timed(step), plan.stats(), plan._part.graphs
             row = Row(name, way, found.seconds, stats.measured_peak_bytes or 0, budget)
             row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
+            row.clock_seconds = stats.measured_seconds
             row.pool_bytes = None if graphs is None else graphs.held_bytes
             row.recomputed, row.fit_seconds = stats.recomputed_per_step, fit_seconds
             row.notes = [note for note in plan.notes if "without CUDA graphs" in note]

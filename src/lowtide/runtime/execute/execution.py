@@ -45,7 +45,8 @@ class Execution:
         tier: where values go that leave the device.
         checks: which values of recomputed stages are compared with those of their first run.
         optimizer: whose state the schedule moves, and who updates weights that it moves.
-        is_trial: where the schedule updates weights in backward, leave that out: gradients are freed, weights stay.
+        is_trial: where the schedule updates weights in backward, leave that out: gradients are freed, weights stay the
+            same.
     """
 
     def __init__(
@@ -102,6 +103,11 @@ class Execution:
         """The optimizer has made its step, which a schedule that moves weights includes."""
         if self._clocks:
             self._clocks[-1].stop()
+
+    def leave_out_updates(self) -> None:
+        """After the backward of a trial step, move what the optimizer's step moves, and leave that out."""
+        if self._steps is not None:
+            self._steps.leave_out_updates()
 
     def install(self, handler: CallHandler) -> None:
         """From now on call `handler(plain, args, kwargs)` instead of the model."""

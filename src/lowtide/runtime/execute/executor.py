@@ -284,9 +284,9 @@ class RunningStep:
             machine.spot_checks.judge()
 
     def _finish_updates(self) -> None:
-        """Update the stages that are left: below them there is no backward that would come by."""
+        """Update the stages that are left, and move what is left to move: no backward of a stage comes by any more."""
         for operation in self.program.operations[self.next_index :]:
-            if isinstance(operation, Update):
+            if isinstance(operation, Update) or getattr(operation, "kind", None) in MANAGED:
                 self._execute(operation, None)
 
     def _lowest(self) -> int:

@@ -132,7 +132,7 @@ class ExecutedForward(StagedForward):
             self.machine.generators.learn(run.random, run.random_after)
             self.machine.note_generators(k, are_set=self.tape.sets_generators)
             self.step.check_written(k)
-        else:
+        elif self.step.program.taped:  # else everything is stored, and autograd itself looks at what was changed
             run.note_parameters(self.machine.parameters_of(k))
         if self._mark is not None:
             self._end_environment(k, self._mark)

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
+from typing import cast
 
 from lowtide.chain import SideValue
 from lowtide.errors import PlanError, ScheduleError
@@ -27,13 +28,16 @@ from lowtide.runtime.execute.coarse import Coarse
 from lowtide.runtime.execute.weights import MANAGED
 from lowtide.schedule import (
     COMPUTATIONS,
+    Await,
     Backward,
     Forward,
+    Kind,
     Offload,
     Operation,
     Prefetch,
     Release,
     Schedule,
+    Start,
     Update,
     Value,
 )
@@ -55,8 +59,6 @@ class Placement:
 
     Args:
         start: on the device when a forward begins.
-        copied: on the device when a forward begins, and freed in its step without a copy in it: the user's loop may
-            have changed them since their last copy, so they are copied first.
         after_backward: on the device when backward has ended.
         updates: what is left of the list then, for the optimizer's step.
         steps_in_backward: the list updates weights between backwards, and nothing is left for the optimizer's step but
@@ -64,7 +66,6 @@ class Placement:
     """
 
     start: frozenset[Value]
-    copied: tuple[Value, ...]
     after_backward: frozenset[Value]
     updates: tuple[Operation, ...]
     steps_in_backward: bool = False
@@ -154,7 +155,7 @@ class Program:
         """
         num_stages, placement, listed = coarse.split.num_stages, None, coarse.operations
         if schedule.manages:
-            executed = replace(schedule, operations=coarse.operations)
+            executed = as_executed(replace(schedule, operations=coarse.operations), grads_resident=grads_resident)
             listed, placement = _placed(executed, num_stages, grads_resident=grads_resident)
         sides = _moved_sides(listed, coarse, side_values, side_tensors)
         operations = _without_leftovers(listed, sides)
@@ -314,32 +315,111 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
             "the schedule steps in backward, which does not go with accumulated gradients (grads_resident); solve "
             "without step_in_backward"
         )
-    while end < len(listed) and (steps_in_backward or isinstance(listed[end], Offload | Release)):
+    while end < len(listed) and (steps_in_backward or isinstance(listed[end], Offload | Release | Await)):
         end += 1
     resident = {("g", k) for k in range(1, num_stages + 1)} if grads_resident else set()
     start = schedule.start.device | resident
-    there, copied, current = set(start), list[Value](), set[Value]()
+    there = set(start)
     for operation in listed[:end]:
         if isinstance(operation, Backward):
             there.add(("g", operation.stage))
         elif isinstance(operation, Update):
             there.discard(("g", operation.stage))
-        elif isinstance(operation, COMPUTATIONS) or operation.kind not in MANAGED:
-            continue
-        elif isinstance(operation, Release):
-            if operation.value in start and operation.value not in current:
-                copied.append(operation.value)
+        elif _is_managed(operation) and isinstance(operation, Release):
             there.discard(operation.value)
-        elif isinstance(operation, Offload | Prefetch):
-            current.add(operation.value)
-            there |= {operation.value} if isinstance(operation, Prefetch) else set()
-    updates = tuple(
-        operation
-        for index, operation in enumerate(listed[end:], start=end)
-        # What stays on the device is copied when the next step begins: until then the user's loop may change it.
-        if not isinstance(operation, Offload) or Release(operation.kind, operation.stage) in listed[index:]
-    )
-    return listed[:end], Placement(frozenset(start), tuple(copied), frozenset(there), updates, steps_in_backward)
+        elif _is_managed(operation) and isinstance(operation, Prefetch):
+            there.add(operation.value)
+    return listed[:end], Placement(frozenset(start), frozenset(there), listed[end:], steps_in_backward)
+
+
+def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule:
+    """A list that moves weights as a loop of the user's runs it, whose code has its turn between the parts of a step.
+
+    That code may change what is on the device, so what stays there from one step to the next is copied when the next
+    one begins, and not before. Whatever is on its way arrives before that code runs. And the gradients that an update
+    frees can be read afterwards: where the list does not move them, they are copied while backward runs, or, where
+    they are accumulated, right before their update.
+    """
+    if not schedule.manages or not schedule.has_updates:
+        return schedule
+    listed, start = _copied_at_start(schedule.operations, schedule.start)
+    forward = next(i for i, op in enumerate(listed) if isinstance(op, Backward)) - 1
+    while not isinstance(listed[forward], Forward):
+        forward -= 1
+    backward = max(index for index, operation in enumerate(listed) if isinstance(operation, Backward))
+    ends = [forward + 1]
+    if not any(isinstance(operation, Update) for operation in listed[:backward]):
+        ends.append(backward + 1)
+    listed = _with_arrivals(listed, ends)
+    if len(ends) > 1:
+        listed = _with_gradients_copied(listed, is_late=grads_resident)
+    return replace(schedule, operations=tuple(listed), start=start)
+
+
+def _copied_at_start(operations: Sequence[Operation], start: Start) -> tuple[list[Operation], Start]:
+    """Copy what is on the device at the start, and is freed without another copy, first of all."""
+    first: dict[Value, Operation] = {}
+    released: set[Value] = set()
+    kept: list[Operation] = []
+    for operation in reversed(operations):
+        if not isinstance(operation, COMPUTATIONS):
+            if isinstance(operation, Release):
+                released.add(operation.value)
+            if isinstance(operation, Offload) and operation.kind in ("w", "opt") and operation.value not in released:
+                continue  # it stays
+            first[operation.value] = operation
+        kept.append(operation)
+    copied = [value for value in sorted(start.device) if isinstance(first.get(value), Release)]
+    listed = [*(Offload(cast(Kind, kind), k) for kind, k in copied), *reversed(kept)]
+    return listed, Start(start.device, _on_host_at_end(listed, start))
+
+
+def _on_host_at_end(operations: Sequence[Operation], start: Start) -> frozenset[Value]:
+    """Which weights and optimizer state have a current copy on the host when a list has run."""
+    host = set(start.host)
+    for operation in operations:
+        if isinstance(operation, Update):
+            host -= {("w", operation.stage), ("opt", operation.stage)}
+        elif isinstance(operation, Offload) and operation.kind in ("w", "opt"):
+            host.add(operation.value)
+    return frozenset(host)
+
+
+def _with_arrivals(operations: Sequence[Operation], ends: Sequence[int]) -> list[Operation]:
+    """Wait for what is on its way at some places, after what leaves there, and at the end of the list."""
+    pending, listed, arriving = sorted(ends), list[Operation](), dict[Value, None]()
+
+    def arrive() -> None:
+        listed.extend(Await(cast(Kind, kind), k) for kind, k in arriving)
+        arriving.clear()
+
+    for index, operation in enumerate(operations):
+        if pending and index >= pending[0] and not isinstance(operation, Offload | Release | Await):
+            pending.pop(0)
+            arrive()
+        listed.append(operation)
+        if isinstance(operation, Update):
+            arriving.pop(("g", operation.stage), None)
+        elif _is_managed(operation) and isinstance(operation, Prefetch):
+            arriving[operation.value] = None
+        elif not isinstance(operation, COMPUTATIONS):
+            arriving.pop(operation.value, None)
+    arrive()
+    return listed
+
+
+def _with_gradients_copied(operations: Sequence[Operation], *, is_late: bool) -> list[Operation]:
+    """Copy the gradients that do not move: those of a stage right after its backward, or right before its update."""
+    moved = {operation.stage for operation in operations if isinstance(operation, Offload) and operation.kind == "g"}
+    copied = {operation.stage for operation in operations if isinstance(operation, Update)} - moved
+    listed: list[Operation] = []
+    for operation in operations:
+        if is_late and isinstance(operation, Update) and operation.stage in copied:
+            listed.append(Offload("g", operation.stage))
+        listed.append(operation)
+        if not is_late and isinstance(operation, Backward) and operation.stage in copied:
+            listed.append(Offload("g", operation.stage))
+    return listed
 
 
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -55,7 +55,7 @@ class TrainingStep:
 class Rehearsal:
     """What a schedule took: the peak of its first step (of the first two where modules carry something over), with the
     optimizer's state that is to come, and the median time of the steps after it, from the beginning of forward to the
-    end of backward.
+    end of backward; where weights move, to the end of what the optimizer's step moves, without that step itself.
     """
 
     peak_bytes: int
@@ -109,11 +109,11 @@ def rehearse(
         try:
             _set_gradients(model, resident=step.grads_resident)
             if device.type == "cuda" and torch.backends.cudnn.benchmark:  # it takes workspaces while it searches
-                _run(model, step)
+                _run(model, step, holder[0])
                 _begin_step(model, step, found)
             carried = _carried(model)
             with Meter(device) as meter:
-                _run(model, step)
+                _run(model, step, holder[0])
                 peak_bytes, now = meter.peak_bytes, _carried(model)
                 replaced_bytes = sum(num_bytes for key, num_bytes in carried.items() if key not in now)
                 if now.keys() != carried.keys():  # the second step finds others
@@ -125,7 +125,7 @@ def rehearse(
                         holder[0].install(call)
                         meter.reset_peak()
                     _begin_step(model, step, found)
-                    _run(model, step)
+                    _run(model, step, holder[0])
                     is_less = sum(now.values()) < sum(carried.values())
                     peak_bytes = max(peak_bytes if is_less else 0, meter.peak_bytes - replaced_bytes)
             num_more = max(num_timed, _MORE_STEPS.get(device.type, 0))
@@ -159,14 +159,14 @@ def _rehearse_graphs(
     device, generators = execution.machine.device, execution.machine.generators
     random = generators.state()
     begin_step()
-    _run(model, step)
+    _run(model, step, execution)
     expected = _gradients_on_host(model)
     begin_step()
     replays.append(GraphedSteps(execution, Pool(device)))
     while not replays[0].num_replayed and not replays[0].refusal:
         begin_step()
         generators.set(random)
-        _run(model, step)
+        _run(model, step, execution)
     if not replays[0].refusal and not all(map(_is_same_gradient, _gradients_on_host(model), expected)):
         return Graphed(refusal="a replayed step gave other gradients than the same step without graphs")
     if replays[0].refusal:
@@ -186,7 +186,7 @@ def _timed_steps(
     others: list[torch.Tensor] | None = None
     for _ in range(num_steps):
         begin_step()
-        others = _run(model, step, others)
+        others = _run(model, step, execution, others)
     return (execution.measured_seconds(num_steps) or 0.0) if num_steps else 0.0
 
 
@@ -211,9 +211,11 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _run(model: nn.Module, step: TrainingStep, others: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Run forward and backward; returns the tensors of the user's that nobody registered and that backward reaches,
-    which are looked for where they are not known.
+def _run(
+    model: nn.Module, step: TrainingStep, execution: Execution, others: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Run forward and backward, and move what the optimizer's step moves; returns the tensors of the user's that nobody
+    registered and that backward reaches, which are looked for where they are not known.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     kept = torch.empty(step.kept_bytes, dtype=torch.uint8, device=device)
@@ -234,6 +236,7 @@ def _run(model: nn.Module, step: TrainingStep, others: list[torch.Tensor] | None
     torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
     for leaf, gradient in gradients:
         leaf.grad = gradient
+    execution.leave_out_updates()
     return others
 
 
