@@ -264,6 +264,7 @@ def measured_for(
                 allow_rounding=settings.allow_rounding,
                 of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
+                moves_side_values=compiled is None and settings.cuda_graphs is False,
             )
         except BaseException:
             if compiled is not None:
