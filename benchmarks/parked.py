@@ -3,11 +3,13 @@
     python -m benchmarks.parked                                    # blocks of an MLP on the CPU, whose host is a file
     python -m benchmarks.parked --model 1b --device cuda --budgets 25% --autocast --clip --steps 10
     python -m benchmarks.parked --model 7b --device cuda --budgets 24GiB 16GiB --dtype bfloat16
-    python -m benchmarks.parked --model 7b --device cuda --ways fsdp2 --dtype bfloat16
+    python -m benchmarks.parked --model 7b --device cuda --ways fsdp2 torchao --dtype bfloat16
+    python -m benchmarks.parked --model 17b --device cuda --budgets 24GiB --ways in-backward --dtype bfloat16
     python -m benchmarks.parked --model tiny --dtype bfloat16
 
 Trains a model with AdamW: plainly with its blocks recomputed, within budgets of device memory with lowtide, in both of
-its forms, and with FSDP2, which keeps everything on the host and steps there. A budget counts everything; "25%" is
+its forms, with FSDP2, which keeps everything on the host and steps there, and with torchao, which keeps weights on the
+device and the rest on the host, where it steps. A budget counts everything; "25%" is
 meant of what plain training takes. Every way begins with the same weights, and its bits are those of plain training or
 not, after all steps.
 """
@@ -29,6 +31,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from benchmarks.link_use import Profile
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -54,6 +57,8 @@ class Size:
 
 
 SIZES = {
+    "17b": Size(53, 5120, 13824, 40, 32000, 8, 2048),
+    "13b": Size(40, 5120, 13824, 40, 32000, 8, 2048),
     "7b": Size(32, 4096, 11008, 32, 32000, 8, 2048),
     "1b": Size(20, 2048, 5632, 16, 32000, 4, 1024),
     "tiny": Size(4, 64, 176, 4, 96, 2, 32),
@@ -188,10 +193,11 @@ class Bench:
         """The median of the steps' seconds, the first ones left out."""
         generator, seconds = torch.Generator().manual_seed(7), []
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-        for _ in range(self.given.steps):
+
+        def step() -> torch.Tensor:
             x, begin = self.batch(generator), now(self.device)
             with self.casting():
-                loss = self.model(x)
+                loss: torch.Tensor = self.model(x)
             loss.backward()
             if clips:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -199,8 +205,17 @@ class Bench:
             scheduler.step()
             optimizer.zero_grad()
             seconds.append(now(self.device) - begin)
+            return loss.detach()
+
+        for _ in range(self.given.steps):
+            loss = step()
         print("  steps of " + ", ".join(f"{each:.3f}" for each in seconds) + f" s, loss {loss.item():.4f}", flush=True)
-        return statistics.median(seconds[min(_NUM_LEFT_OUT, len(seconds) - 1) :])
+        median = statistics.median(seconds[min(_NUM_LEFT_OUT, len(seconds) - 1) :])
+        if self.given.profile:
+            with Profile() as profile:
+                step()
+            print(profile.report(), flush=True)
+        return median
 
     def plainly(self) -> None:
         """Everything on the device, blocks recomputed."""
@@ -213,6 +228,22 @@ class Bench:
         self.model.recomputes = False  # type: ignore[assignment]
         self.expected = checksums(self.model, optimizer)
         self.add(Row("plain, recomputed", seconds, 0.0, self.plain_bytes, 0, 0, 0.0, ""))
+
+    def with_torchao(self) -> None:
+        """Weights on the device, gradients and state on the host, stepped there, blocks recomputed."""
+        try:
+            from torchao.optim import CPUOffloadOptimizer
+        except ImportError as error:
+            print(f"torchao: left out, since it cannot be imported ({error})", flush=True)
+            return
+        initialise(self.model)
+        optimizer = CPUOffloadOptimizer(self.model.parameters(), lr=1e-4, fused=True, offload_gradients=True)
+        self.model.recomputes = True  # type: ignore[assignment]
+        with Meter(self.device) as meter:
+            seconds = self.train(optimizer, clips=False)
+            peak_bytes = meter.peak_bytes - self.others
+        self.model.recomputes = False  # type: ignore[assignment]
+        self.add(Row("torchao, CPU offload", seconds, 0.0, peak_bytes, 0, 0, 0.0, ""))
 
     def within(self, budget: str, *, in_backward: bool) -> None:
         """With lowtide."""
@@ -388,6 +419,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--clip", action="store_true", help="clip gradients by their norm")
     parser.add_argument("--foreach", action="store_true", help="AdamW's foreach form, not the fused one")
     parser.add_argument("--deterministic", action="store_true", help="kernels that give the same bits each time")
+    parser.add_argument("--profile", action="store_true", help="one step more, and what device and link did in it")
     parser.add_argument("--finer", action="store_true", help="let fit cut inside blocks")
     parser.add_argument("--rows", type=int, default=1024, help="of the MLP")
     parser.add_argument("--width", type=int, default=512, help="of the MLP")
@@ -410,6 +442,8 @@ def main() -> None:
         bench = Bench(given)
         if "plain" in given.ways:
             bench.plainly()
+        if "torchao" in given.ways:
+            bench.with_torchao()
         for budget in given.budgets:
             for way in [way for way in given.ways if way in ("default", "in-backward")]:
                 bench.within(budget, in_backward=way == "in-backward")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.chains import random_chain
 from tests.runtime import models
 from tests.runtime.models import SHAPE, N
 from tests.runtime.schedules import (
@@ -28,8 +29,9 @@ from tests.runtime.training import Numbers, assert_equal, batches, gradients, se
 from torch import nn
 
 import lowtide
-from lowtide import Backward, Prefetch, Schedule
+from lowtide import Backward, Offload, Prefetch, Release, Schedule, Update
 from lowtide.errors import ExecutionError, PlanError
+from lowtide.runtime.execute.program import as_executed
 from lowtide.runtime.execute.weights import Parked
 from lowtide.runtime.meter import Meter
 
@@ -265,6 +267,95 @@ def test_a_stage_that_begins_to_write_to_its_own_weights(monkeypatch):
     match = r"parameter '1\.weight' was changed while its stage ran"
     with lowtide.attach(model, parking(storing(3)), optimizer=optimizer), pytest.raises(ExecutionError, match=match):
         train(model, optimizer, num_steps=7)
+
+
+def with_gradients_that_stay(n: int) -> Schedule:
+    """Weights and optimizer state come and go; gradients stay on the device from their backward to their update."""
+    parked = parking(storing(n))
+    kept = [operation for operation in parked.operations if getattr(operation, "kind", None) != "g"]
+    return dataclasses.replace(parked, operations=tuple(kept))
+
+
+def test_gradients_that_stay_are_copied_while_backward_runs():
+    """So the update that frees them does not wait for a copy, unless they have changed since."""
+
+    def moved(change: Callable[[torch.Tensor], Any]) -> float:
+        model = models.stages_of_every_kind()
+        optimizer = make_adamw(model.parameters())
+        with lowtide.attach(model, with_gradients_that_stay(len(model)), optimizer=optimizer) as plan:
+            for x in batches(SHAPE, 3):
+                square_loss(model(x)).backward()
+                for parameter in model.parameters():
+                    change(parameter.grad)
+                optimizer.step()
+                assert all(parameter.grad is not None for parameter in model.parameters())
+                optimizer.zero_grad()
+            return plan.stats().moved_bytes_per_step
+
+    num_bytes = sum(parameter.nbytes for parameter in models.stages_of_every_kind().parameters())
+    assert moved(lambda gradient: gradient.mul_(0.5)) - moved(lambda gradient: None) == num_bytes
+
+
+@pytest.mark.parametrize("past_versions", [False, True])
+def test_gradients_that_stay_and_are_changed(past_versions):
+    """Training loops of all ages clamp `p.grad.data`, which no version tells."""
+
+    def clamp(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            (parameter.grad.data if past_versions else parameter.grad).clamp_(-1e-3, 1e-3)
+
+    plain, model = models.stages_of_every_kind(), models.stages_of_every_kind()
+    plain_optimizer, optimizer = make_adamw(plain.parameters()), make_adamw(model.parameters())
+    expected = train(plain, plain_optimizer, before_step=clamp, num_steps=5)
+    with lowtide.attach(model, with_gradients_that_stay(len(model)), optimizer=optimizer):
+        assert_equal(train(model, optimizer, before_step=clamp, num_steps=5), expected)
+
+
+def test_gradients_that_stay_and_begin_to_be_changed():
+    """Where no version tells, it is found within a round of stages, and said."""
+    model = models.stages_of_every_kind()
+    optimizer = make_adamw(model.parameters())
+    match = "the gradient of parameter '.*' was changed through .data after backward"
+    with lowtide.attach(model, with_gradients_that_stay(len(model)), optimizer=optimizer):
+        train(model, optimizer)
+
+        def clamp(model: nn.Module) -> None:
+            for parameter in model.parameters():
+                parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+        with pytest.raises(ExecutionError, match=match):
+            train(model, optimizer, before_step=clamp, num_steps=len(model) + 1)
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_list_is_simulated_as_it_is_executed(seed, step_in_backward):
+    """What stays is copied when the next step begins, and the list is executed as it is: nothing is done besides."""
+    chain = random_chain(seed, 4, features=("weight gradients", "updates"))
+
+    def solved(budget: int) -> lowtide.Solution:
+        return lowtide.solve(
+            chain, memory_budget=budget, strategy="joint", bandwidth=3, step_in_backward=step_in_backward
+        )
+
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refused:
+        solved(0)
+    least, ample = (
+        refused.value.minimum_bytes,
+        lowtide.solve(chain, memory_budget=2**50, strategy="store-all").peak_bytes,
+    )
+    planned = solved(least + (ample - least) // 3)
+    executed = as_executed(planned.schedule, grads_resident=chain.grads_resident)
+    assert as_executed(executed, grads_resident=chain.grads_resident) == executed
+    trace = lowtide.simulate(chain, executed, bandwidth=3)
+    assert trace.peak_bytes == planned.peak_bytes
+    assert trace.seconds >= planned.seconds * (1 - 1e-9)
+    copied = {operation.value for operation in executed.operations if isinstance(operation, Offload)}
+    updated = {operation.stage for operation in executed.operations if isinstance(operation, Update)}
+    assert step_in_backward or {("g", k) for k in updated} <= copied
+    for index, operation in enumerate(executed.operations):
+        if isinstance(operation, Offload) and operation.kind in ("w", "opt"):
+            assert Release(operation.kind, operation.stage) in executed.operations[index:]
 
 
 def test_autocast():

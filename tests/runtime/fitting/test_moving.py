@@ -14,10 +14,11 @@ from tests.runtime.training import Numbers, assert_equal, seed_all
 from torch import nn
 
 import lowtide
-from lowtide import Backward, Release
+from lowtide import Backward, Release, Update
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
-from lowtide.runtime.fitting.moving import joint_solution, moving_chain
+from lowtide.runtime.execute.stepping import StagedSteps
+from lowtide.runtime.fitting.moving import as_timed, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import capture_and_measure
 from lowtide.runtime.meter import Meter, exclude
@@ -332,6 +333,31 @@ def test_the_leanest_schedule_does_not_depend_on_measured_times():
             joint_solution(other, settings)
         found.append(joint_solution(other, replace(settings, memory_budget=caught.value.minimum_bytes)))
     assert len({solution.schedule.operations for solution in found}) == 1
+
+
+def test_a_prediction_takes_as_long_as_its_trial_step_and_the_updates():
+    stages = [
+        lowtide.Stage(str(k), 1.0, 2.0, 4, 6, weight_bytes=10, optimizer_bytes=20, update_seconds=0.5) for k in range(4)
+    ]
+    chain = lowtide.Chain("four", stages)
+    solution = lowtide.solve(chain, memory_budget=90, strategy="joint", bandwidth=10)
+    without = replace(chain, stages=tuple(replace(stage, update_seconds=0.0) for stage in chain.stages))
+    trial_seconds = 1.25 * solution.on(without).seconds
+    timed = as_timed(solution, trial_seconds)
+    assert timed.seconds == pytest.approx(1.25 * solution.seconds)
+    assert timed.peak_bytes == solution.peak_bytes
+    assert timed.schedule.operations == solution.schedule.operations
+
+
+def test_trial_steps_move_what_the_optimizer_moves(monkeypatch):
+    """Their time is that of the list with its updates, but for the optimizer's own steps."""
+    updates = []
+    plain = StagedSteps.leave_out_update
+    monkeypatch.setattr(StagedSteps, "leave_out_update", lambda steps, k: (updates.append(k), plain(steps, k)))
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        assert set(updates) == {op.stage for op in plan.schedule.operations if isinstance(op, Update)}
+        assert not optimizer.state
 
 
 def test_steps_in_backward():

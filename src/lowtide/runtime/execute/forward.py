@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,8 @@ class ExecutedForward(StagedForward):
             refuse_saved_tensor_hooks()
             refuse_weight_cache(self.machine.model)
         try:
-            result = super().run(plain, args, kwargs)
+            with self.step.moved_sides.guard() if self.machine.program.moved_sides else nullcontext():
+                result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
             if self._sorter is not None:
@@ -86,7 +88,7 @@ class ExecutedForward(StagedForward):
             self._begin_call = run.placeholders.begin_call
         elif mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
-            if machine.checks is Checks.ALL:
+            if machine.checks is Checks.ALL and k in step.program.repeats:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints.add)
             pack, unpack = run.placeholders.first_run(step, sink)
@@ -130,7 +132,7 @@ class ExecutedForward(StagedForward):
             self.machine.generators.learn(run.random, run.random_after)
             self.machine.note_generators(k, are_set=self.tape.sets_generators)
             self.step.check_written(k)
-        else:
+        elif self.step.program.taped:  # else everything is stored, and autograd itself looks at what was changed
             run.note_parameters(self.machine.parameters_of(k))
         if self._mark is not None:
             self._end_environment(k, self._mark)

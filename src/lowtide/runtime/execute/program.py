@@ -9,16 +9,18 @@ them later:
 - `COUNT`: they are let go (`keep`, `drop`), and a later forward makes them again.
 - `HOLD`: a repeated forward hands them to autograd, where they stay until backward.
 - `GUARD`: they stay, too, and the stage's weights leave: whoever opens one makes sure that the weights are there.
-- `SORT`: they are moved to the host, or the stage's input is moved or made again before backward: each is known as a
-  view of a storage, and put together again for backward.
+- `SORT`: they are moved to the host, or the stage's input is moved or made again before backward, or a side value that
+  it reads or makes is moved: each is known as a view of a storage, and put together again for backward.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
+from typing import cast
 
 from lowtide.chain import SideValue
 from lowtide.errors import PlanError, ScheduleError
@@ -26,13 +28,16 @@ from lowtide.runtime.execute.coarse import Coarse
 from lowtide.runtime.execute.weights import MANAGED
 from lowtide.schedule import (
     COMPUTATIONS,
+    Await,
     Backward,
     Forward,
+    Kind,
     Offload,
     Operation,
     Prefetch,
     Release,
     Schedule,
+    Start,
     Update,
     Value,
 )
@@ -54,8 +59,6 @@ class Placement:
 
     Args:
         start: on the device when a forward begins.
-        copied: on the device when a forward begins, and freed in its step without a copy in it: the user's loop may
-            have changed them since their last copy, so they are copied first.
         after_backward: on the device when backward has ended.
         updates: what is left of the list then, for the optimizer's step.
         steps_in_backward: the list updates weights between backwards, and nothing is left for the optimizer's step but
@@ -63,10 +66,26 @@ class Placement:
     """
 
     start: frozenset[Value]
-    copied: tuple[Value, ...]
     after_backward: frozenset[Value]
     updates: tuple[Operation, ...]
     steps_in_backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MovedSide:
+    """A side value that leaves the device and comes back.
+
+    Args:
+        maker: the stage that makes it.
+        readers: the stages that read it.
+        tensor: its number among the tensors of its maker.
+        last_fetch: the index in the list of the last time that it is fetched.
+    """
+
+    maker: int
+    readers: frozenset[int]
+    tensor: int
+    last_fetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +111,7 @@ class Program:
             stage is over.
         repeats: for each stage that runs again, the indices of its repeated forwards.
         placement: of weights, gradients and optimizer state, where the schedule moves them.
+        moved_sides: the side values that are copied to the host, by their place in the chain.
     """
 
     operations: tuple[Operation, ...]
@@ -109,6 +129,7 @@ class Program:
     unwanted: frozenset[int]
     repeats: dict[int, list[int]]
     placement: Placement | None = None
+    moved_sides: Mapping[int, MovedSide] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -116,6 +137,7 @@ class Program:
         schedule: Schedule,
         coarse: Coarse,
         side_values: Sequence[SideValue] = (),
+        side_tensors: Sequence[int] = (),
         *,
         grads_resident: bool = False,
     ) -> Program:
@@ -125,6 +147,7 @@ class Program:
             schedule: the schedule.
             coarse: its operations over the stages that it was joined to.
             side_values: of the schedule's own stages, where they are known; others stay until their readers' backward.
+            side_tensors: the number of each among the tensors of its maker.
             grads_resident: weight gradients are on the device from the start.
 
         Raises:
@@ -132,13 +155,18 @@ class Program:
         """
         num_stages, placement, listed = coarse.split.num_stages, None, coarse.operations
         if schedule.manages:
-            executed = replace(schedule, operations=coarse.operations)
+            executed = as_executed(replace(schedule, operations=coarse.operations), grads_resident=grads_resident)
             listed, placement = _placed(executed, num_stages, grads_resident=grads_resident)
-        operations = _without_leftovers(listed)
+        sides = _moved_sides(listed, coarse, side_values, side_tensors)
+        operations = _without_leftovers(listed, sides)
+        sides = {i: replace(side, last_fetch=_last_fetch(operations, i)) for i, side in sides.items()}
         first, backward = _places(operations, num_stages)
         guards = placement is not None
+        leaving = _leaving_sides(operations, sides)
         modes = {
-            index: _mode(operations, index, backward, is_first=first[operation.stage] == index, is_guarded=guards)
+            index: _mode(
+                operations, index, backward, leaving, is_first=first[operation.stage] == index, is_guarded=guards
+            )
             for index, operation in enumerate(operations)
             if isinstance(operation, Forward)
         }
@@ -148,7 +176,7 @@ class Program:
                 repeats.setdefault(operations[index].stage, []).append(index)
         sorted_stages = {operations[index].stage for index, mode in modes.items() if mode is Mode.SORT}
         moved = {op.value for op in operations if isinstance(op, Offload | Prefetch | Release)}
-        taped = frozenset(repeats.keys() | sorted_stages)
+        taped = frozenset(repeats.keys() | sorted_stages | {side.maker for side in sides.values()})
         stage_of = coarse.stage_of
         makers = {stage_of(side.maker) for side in side_values if not taped.isdisjoint(map(stage_of, side.readers))}
         watched = {
@@ -182,7 +210,17 @@ class Program:
             ),
             repeats,
             placement,
+            sides,
         )
+
+    def sides_read(self, k: int) -> list[int]:
+        """The side values, of those that move, that stage k reads."""
+        return [i for i, side in self.moved_sides.items() if k in side.readers]
+
+    @property
+    def moved_origins(self) -> frozenset[tuple[int, int]]:
+        """The makers of the side values that move, each with the number of the tensor."""
+        return frozenset((side.maker, side.tensor) for side in self.moved_sides.values())
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -210,12 +248,47 @@ class Program:
         return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved
 
 
-def _without_leftovers(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+def _moved_sides(
+    operations: tuple[Operation, ...], coarse: Coarse, side_values: Sequence[SideValue], tensors: Sequence[int]
+) -> dict[int, MovedSide]:
+    """The side values that the list moves, in terms of the stages that its own were joined to."""
+    moved = {operation.stage for operation in operations if isinstance(operation, Prefetch) and operation.kind == "s"}
+    if moved and max(moved) > min(len(side_values), len(tensors)):
+        raise PlanError(
+            "the schedule moves side values, and it is not known which tensors of the model they are; attach a "
+            "solution for a chain that lowtide.measure made of this model"
+        )
+    found = {}
+    for i in sorted(moved):
+        side = side_values[i - 1]
+        readers = frozenset(map(coarse.stage_of, side.readers))
+        found[i] = MovedSide(coarse.stage_of(side.maker), readers, tensors[i - 1])
+    return found
+
+
+def _last_fetch(operations: tuple[Operation, ...], i: int) -> int:
+    return max(index for index, op in enumerate(operations) if isinstance(op, Prefetch) and op.value == ("s", i))
+
+
+def _leaving_sides(operations: tuple[Operation, ...], sides: Mapping[int, MovedSide]) -> dict[int, frozenset[int]]:
+    """By the index of each release after which a side value comes back, the stages that may have saved it."""
+    return {
+        index: sides[op.stage].readers | {sides[op.stage].maker}
+        for index, op in enumerate(operations)
+        if isinstance(op, Release) and op.kind == "s" and index < sides[op.stage].last_fetch
+    }
+
+
+def _without_leftovers(
+    operations: tuple[Operation, ...], sides: Mapping[int, MovedSide] = MappingProxyType({})
+) -> tuple[Operation, ...]:
     """The list without what makes or moves values of stages whose backward is over: nobody needs those."""
     done: set[int] = set()
     kept: list[Operation] = []
     for operation in operations:
         stage = operation.stage if isinstance(operation, COMPUTATIONS) else operation.value[1]
+        if not isinstance(operation, COMPUTATIONS) and operation.kind == "s":
+            stage = sides[operation.stage].maker
         if stage not in done or isinstance(operation, Update) or _is_managed(operation):
             kept.append(operation)
         if isinstance(operation, Backward):
@@ -242,32 +315,111 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
             "the schedule steps in backward, which does not go with accumulated gradients (grads_resident); solve "
             "without step_in_backward"
         )
-    while end < len(listed) and (steps_in_backward or isinstance(listed[end], Offload | Release)):
+    while end < len(listed) and (steps_in_backward or isinstance(listed[end], Offload | Release | Await)):
         end += 1
     resident = {("g", k) for k in range(1, num_stages + 1)} if grads_resident else set()
     start = schedule.start.device | resident
-    there, copied, current = set(start), list[Value](), set[Value]()
+    there = set(start)
     for operation in listed[:end]:
         if isinstance(operation, Backward):
             there.add(("g", operation.stage))
         elif isinstance(operation, Update):
             there.discard(("g", operation.stage))
-        elif isinstance(operation, COMPUTATIONS) or operation.kind not in MANAGED:
-            continue
-        elif isinstance(operation, Release):
-            if operation.value in start and operation.value not in current:
-                copied.append(operation.value)
+        elif _is_managed(operation) and isinstance(operation, Release):
             there.discard(operation.value)
-        elif isinstance(operation, Offload | Prefetch):
-            current.add(operation.value)
-            there |= {operation.value} if isinstance(operation, Prefetch) else set()
-    updates = tuple(
-        operation
-        for index, operation in enumerate(listed[end:], start=end)
-        # What stays on the device is copied when the next step begins: until then the user's loop may change it.
-        if not isinstance(operation, Offload) or Release(operation.kind, operation.stage) in listed[index:]
-    )
-    return listed[:end], Placement(frozenset(start), tuple(copied), frozenset(there), updates, steps_in_backward)
+        elif _is_managed(operation) and isinstance(operation, Prefetch):
+            there.add(operation.value)
+    return listed[:end], Placement(frozenset(start), frozenset(there), listed[end:], steps_in_backward)
+
+
+def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule:
+    """A list that moves weights as a loop of the user's runs it, whose code has its turn between the parts of a step.
+
+    That code may change what is on the device, so what stays there from one step to the next is copied when the next
+    one begins, and not before. Whatever is on its way arrives before that code runs. And the gradients that an update
+    frees can be read afterwards: where the list does not move them, they are copied while backward runs, or, where
+    they are accumulated, right before their update.
+    """
+    if not schedule.manages or not schedule.has_updates:
+        return schedule
+    listed, start = _copied_at_start(schedule.operations, schedule.start)
+    forward = next(i for i, op in enumerate(listed) if isinstance(op, Backward)) - 1
+    while not isinstance(listed[forward], Forward):
+        forward -= 1
+    backward = max(index for index, operation in enumerate(listed) if isinstance(operation, Backward))
+    ends = [forward + 1]
+    if not any(isinstance(operation, Update) for operation in listed[:backward]):
+        ends.append(backward + 1)
+    listed = _with_arrivals(listed, ends)
+    if len(ends) > 1:
+        listed = _with_gradients_copied(listed, is_late=grads_resident)
+    return replace(schedule, operations=tuple(listed), start=start)
+
+
+def _copied_at_start(operations: Sequence[Operation], start: Start) -> tuple[list[Operation], Start]:
+    """Copy what is on the device at the start, and is freed without another copy, first of all."""
+    first: dict[Value, Operation] = {}
+    released: set[Value] = set()
+    kept: list[Operation] = []
+    for operation in reversed(operations):
+        if not isinstance(operation, COMPUTATIONS):
+            if isinstance(operation, Release):
+                released.add(operation.value)
+            if isinstance(operation, Offload) and operation.kind in ("w", "opt") and operation.value not in released:
+                continue  # it stays
+            first[operation.value] = operation
+        kept.append(operation)
+    copied = [value for value in sorted(start.device) if isinstance(first.get(value), Release)]
+    listed = [*(Offload(cast(Kind, kind), k) for kind, k in copied), *reversed(kept)]
+    return listed, Start(start.device, _on_host_at_end(listed, start))
+
+
+def _on_host_at_end(operations: Sequence[Operation], start: Start) -> frozenset[Value]:
+    """Which weights and optimizer state have a current copy on the host when a list has run."""
+    host = set(start.host)
+    for operation in operations:
+        if isinstance(operation, Update):
+            host -= {("w", operation.stage), ("opt", operation.stage)}
+        elif isinstance(operation, Offload) and operation.kind in ("w", "opt"):
+            host.add(operation.value)
+    return frozenset(host)
+
+
+def _with_arrivals(operations: Sequence[Operation], ends: Sequence[int]) -> list[Operation]:
+    """Wait for what is on its way at some places, after what leaves there, and at the end of the list."""
+    pending, listed, arriving = sorted(ends), list[Operation](), dict[Value, None]()
+
+    def arrive() -> None:
+        listed.extend(Await(cast(Kind, kind), k) for kind, k in arriving)
+        arriving.clear()
+
+    for index, operation in enumerate(operations):
+        if pending and index >= pending[0] and not isinstance(operation, Offload | Release | Await):
+            pending.pop(0)
+            arrive()
+        listed.append(operation)
+        if isinstance(operation, Update):
+            arriving.pop(("g", operation.stage), None)
+        elif _is_managed(operation) and isinstance(operation, Prefetch):
+            arriving[operation.value] = None
+        elif not isinstance(operation, COMPUTATIONS):
+            arriving.pop(operation.value, None)
+    arrive()
+    return listed
+
+
+def _with_gradients_copied(operations: Sequence[Operation], *, is_late: bool) -> list[Operation]:
+    """Copy the gradients that do not move: those of a stage right after its backward, or right before its update."""
+    moved = {operation.stage for operation in operations if isinstance(operation, Offload) and operation.kind == "g"}
+    copied = {operation.stage for operation in operations if isinstance(operation, Update)} - moved
+    listed: list[Operation] = []
+    for operation in operations:
+        if is_late and isinstance(operation, Update) and operation.stage in copied:
+            listed.append(Offload("g", operation.stage))
+        listed.append(operation)
+        if not is_late and isinstance(operation, Backward) and operation.stage in copied:
+            listed.append(Offload("g", operation.stage))
+    return listed
 
 
 def _places(operations: tuple[Operation, ...], num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -308,7 +460,13 @@ def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple
 
 
 def _mode(
-    operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool, is_guarded: bool
+    operations: tuple[Operation, ...],
+    index: int,
+    backward: tuple[int, ...],
+    leaving: Mapping[int, frozenset[int]],
+    *,
+    is_first: bool,
+    is_guarded: bool,
 ) -> Mode:
     operation = operations[index]
     assert isinstance(operation, Forward)
@@ -317,6 +475,8 @@ def _mode(
     k = operation.stage
     own, inputs = ("abar", k), (("a", k - 1), ("abar", k - 1))
     again = False
+    if any(index < place < backward[k] and k in stages for place, stages in leaving.items()):
+        return Mode.SORT  # a side value that it may have saved goes
     for later in operations[index + 1 : backward[k]]:
         if isinstance(later, Offload | Release | Prefetch) and later.value == own:
             return Mode.SORT

@@ -159,7 +159,7 @@ class StagedSteps:
                 "called after it; accumulating gradients or skipping steps needs step_in_backward=False"
             )
         self._weights.forget_spent()
-        self._weights.begin(self._placement.start, self._placement.copied)
+        self._weights.begin(self._placement.start)
 
     def step(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user has called `optimizer.step()`, and hooks before it have run."""
@@ -168,7 +168,7 @@ class StagedSteps:
         self._is_stepping = True
         try:
             args, kwargs = _after_closure(args, kwargs)
-            self._weights.change()
+            self._weights.begin_updates()
             if self._awaits_step:
                 self._awaits_step = False
                 self._check_same_since_backward()
@@ -225,10 +225,22 @@ class StagedSteps:
             )
 
     def leave_out_update(self, k: int) -> None:
-        """As an update in backward without the optimizer's step."""
+        """As an update without the optimizer's step, which would change the weights."""
         if self._weights.has_gradients(k):
             self._weights.need_all(k)
-            self._weights.end_update(k, are_gradients_changed=False, spends_gradients=True)
+            spends = self._placement.steps_in_backward
+            self._weights.end_update(k, are_gradients_changed=False, spends_gradients=spends)
+
+    def leave_out_updates(self) -> None:
+        """As the user's call of the step: all that it moves, without the optimizer's step."""
+        self._weights.begin_updates()
+        for operation in self._placement.updates:
+            if isinstance(operation, Update):
+                self.leave_out_update(operation.stage)
+            else:
+                self._weights.execute(operation)  # type: ignore[arg-type]
+        self._weights.hand_over()
+        self._on_end()
 
     def _update(self, k: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = {id(parameter) for parameter in self._weights.parameters.get(k, ()) if type(parameter.grad) is not Spent}

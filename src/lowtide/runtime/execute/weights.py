@@ -87,11 +87,13 @@ def _words_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
 
 
-class _ChangedInStageError(Exception):
-    """A weight was changed while its stage ran, which could not be foreseen."""
+class _ChangedUnseenError(Exception):
+    """A weight was changed while its stage ran, or a gradient after backward, which could not be foreseen; `key` is
+    that of the tensor.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
 
 
 class _Item:
@@ -317,24 +319,25 @@ class Parked:
         return moved
 
     def _compare(self) -> None:
-        """See whether the stage itself writes to its weights in a way that no version tells (`weight.data.clamp_(0)` in
-        a forward): then they are copied whenever they leave.
+        """See whether somebody writes to it in a way that no version tells (`weight.data.clamp_(0)` in a forward, the
+        same with a gradient after backward): then it is copied whenever it leaves.
 
         Raises:
-            ExecutionError: where it did not at first, and such writes are lost already.
+            _ChangedUnseenError: where nobody did at first, and such writes are lost already.
         """
         is_first = self._num_compared < _NUM_COMPARED
-        current = [item for item in self._items.values() if item.is_there and item.is_current]
+        current = {key: item for key, item in self._items.items() if item.is_there and item.is_current}
         if current and not self._is_written and (is_first or self.is_watched):
             self._num_compared += 1
             self._wait_for_leaving()
-            pairs = [(item.tensor, item.mirror) for item in current if item.mirror is not None]
-            changed = [tensor for tensor, mirror in pairs if not _have_same_bits(tensor.data, mirror.tensor)]
+            places = [(key, item, item.mirror) for key, item in current.items() if item.mirror is not None]
+            changed = [key for key, item, place in places if not _have_same_bits(item.tensor.data, place.tensor)]
             if changed and not is_first:
-                raise _ChangedInStageError(changed[0])
+                raise _ChangedUnseenError(changed[0])
             self._is_written |= bool(changed)
         if self._is_written:
-            self.change()
+            for item in self._items.values():
+                item.note_change()
 
     def prefetch(self) -> int:
         """Take device memory and queue copies from the mirrors; returns their bytes."""
@@ -433,7 +436,7 @@ class Weights:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._tier = tier
-        self._names = names
+        self._names: Mapping[Any, str] = names
         self._adopted: dict[int, Mirror] = {}
         self.parameters = parameters
         self.optimizer = optimizer
@@ -501,18 +504,19 @@ class Weights:
     def _leave(self, value: Parked) -> None:
         try:
             self.moved_bytes += value.leave()
-        except _ChangedInStageError as error:
+        except _ChangedUnseenError as error:
             raise ExecutionError(
-                f"parameter {self._names[id(error.tensor)]!r} was changed while its stage ran, through .data, and not "
+                f"parameter {self._names[error.key]!r} was changed while its stage ran, through .data, and not "
                 "in the first steps, so changes may be lost; change it after the optimizer's step, or use a strategy "
                 "that moves activations alone"
             ) from None
 
     def _next_turn(self) -> None:
-        """In each step the weights of one stage, in turn, are compared with their mirrors."""
+        """In each step the weights and gradients of one stage, in turn, are compared with their mirrors."""
         stages = list(self.parameters)
         for k in stages:
-            self._values["w", k].is_watched = k == stages[self._turn % len(stages)]
+            for kind in ("w", "g"):
+                self._values[kind, k].is_watched = k == stages[self._turn % len(stages)]
         self._turn += 1
 
     def need(self, k: int) -> None:
@@ -544,17 +548,23 @@ class Weights:
         for value in self._values.values():
             value.change()
 
-    def begin(self, start: Collection[Value], copied: Iterable[Value]) -> None:
+    def begin_updates(self) -> None:
+        """The optimizer's step begins: somebody may have written to what is on the device; of gradients versions tell,
+        and comparisons.
+        """
+        for (kind, _), value in self._values.items():
+            if kind == "g":
+                value.arrive()
+            else:
+                value.change()
+
+    def begin(self, start: Collection[Value]) -> None:
         """A step begins: have on the device what the list starts with, whatever has happened since the last one."""
         self.check()
         self._next_turn()
         self.hand_over()
         self.change()
         self.settle(start, fetch=True)
-        for name in copied:
-            value = self._values.get(name)
-            if value is not None:
-                self.moved_bytes += value.offload()
 
     def hand_over(self) -> None:
         """The user's code comes next: all that is on its way is there, and what has a second name is where that is."""
@@ -579,13 +589,23 @@ class Weights:
             self._values[kind, k].change()
         gradients = self._values["g", k]
         if not spends_gradients:
-            self.moved_bytes += gradients.leave()
+            self._free_gradients(gradients)
             return
         gradients.drop()
         for parameter in self.parameters[k]:
             if parameter.grad is not None:
                 parameter.grad = Spent(parameter)
         gradients.hand_back()
+
+    def _free_gradients(self, gradients: Parked) -> None:
+        try:
+            self.moved_bytes += gradients.leave()
+        except _ChangedUnseenError as error:
+            raise ExecutionError(
+                f"the gradient of parameter {self._names[error.key]!r} was changed through .data after backward, and "
+                "not in the first steps, so gradients that are read after optimizer.step() may be older; change "
+                "gradients without .data, or use a strategy that moves activations alone"
+            ) from None
 
     def forget_spent(self) -> None:
         """Gradients that were used up are None when the next forward begins, as after `zero_grad()`."""

@@ -153,8 +153,9 @@ def fit(
         progress=progress if callable(progress) else None,
         compilation=_compilation(compile_stages, variants),
         allow_rounding=variants == "rounding",
+        measures_link=bandwidth is None,
         step_in_backward=step_in_backward,
-        may_move=device.type == "cpu" and isinstance(unwrapped(optimizer), torch.optim.Optimizer),
+        may_move=isinstance(unwrapped(optimizer), torch.optim.Optimizer),
         cuda_graphs=_graphs(cuda_graphs, device),
     )
     called = Sample.of(sample_from(model, sample))

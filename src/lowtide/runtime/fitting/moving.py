@@ -10,12 +10,14 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.runtime.execute.program import as_executed
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings, with_even_times
 from lowtide.runtime.measure.weights import optimizer_state_bytes, update_figures, updates_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
+from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.runtime.transfer.file_tier import FileTier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 from lowtide.schedule import Offload, Predicted, Release, Update, Value
@@ -42,6 +44,7 @@ class Moving:
         mirror_bytes: the room of each value on the lower tier.
         moved: the ids of the parameters that may move, by stage.
         state_bytes: the optimizer's state of each parameter, by its id.
+        bandwidth: bytes per second each way while both are busy, which they mostly are.
     """
 
     chain: Chain
@@ -50,6 +53,7 @@ class Moving:
     mirror_bytes: Mapping[Value, int]
     moved: Mapping[int, frozenset[int]]
     state_bytes: Mapping[int, int]
+    bandwidth: int
 
     def with_chain(self, chain: Chain) -> Moving:
         """The same with other figures of the stages."""
@@ -111,7 +115,9 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     base_bytes = staying + (-sum(s.weight_grad_bytes for s in stages) if chain.grads_resident else gradients)
     rest = [parameter for parameter in model.parameters() if id(parameter) not in movable_ids]
     found = replace(chain, base_bytes=max(0, base_bytes), stages=tuple(stages))
-    return Moving(found, tuple(step_bytes), update_figures(optimizer, rest).extra_bytes, mirrors, moved, state_bytes)
+    rest_bytes = update_figures(optimizer, rest).extra_bytes
+    both_ways = measured_bandwidth(device_of(model), both_ways=True) if settings.measures_link else settings.bandwidth
+    return Moving(found, tuple(step_bytes), rest_bytes, mirrors, moved, state_bytes, both_ways)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -153,7 +159,7 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
 
 def _least(moving: Moving, settings: Settings) -> Solution:
     """The leanest schedule, the same one whatever stages and updates were measured to take: see `leanest_solution`."""
-    even = with_even_times(moving.chain, settings.bandwidth)
+    even = with_even_times(moving.chain, moving.bandwidth)
     seconds = even.stages[0].forward_seconds
     even = replace(even, stages=tuple(replace(stage, update_seconds=seconds) for stage in even.stages))
     try:
@@ -168,12 +174,30 @@ def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
         moving.chain,
         memory_budget=budget,
         strategy=STRATEGY,
-        bandwidth=settings.bandwidth,
+        bandwidth=moving.bandwidth,
         slots=settings.slots,
         step_in_backward=settings.step_in_backward,
         progress=settings.progress,
     )
-    return counted(solution, moving)
+    schedule = as_executed(solution.schedule, grads_resident=moving.chain.grads_resident)
+    executed = replace(solution, schedule=schedule).on(moving.chain)
+    return counted(replace(executed, lower_bound_seconds=solution.lower_bound_seconds), moving)
+
+
+def as_timed(solution: Solution, seconds: float) -> Solution:
+    """A schedule as on a machine on which it takes, without the optimizer's own steps, as long as its trial step did.
+
+    What copies and computations cost each other, and what the host does for either, is in no measured stage.
+    """
+
+    def slower(chain: Chain, ratio: float, update_ratio: float) -> Solution:
+        found = chain.with_times(lambda one: one * ratio, lambda one: one * ratio)
+        stages = (replace(stage, update_seconds=stage.update_seconds * update_ratio) for stage in found.stages)
+        rate = max(1, round(solution.bandwidth / ratio))
+        return replace(solution, bandwidth=rate).on(replace(found, stages=tuple(stages)))
+
+    ratio = seconds / slower(solution.chain, 1.0, 0.0).seconds
+    return slower(solution.chain, ratio, ratio)
 
 
 def counted(solution: Solution, moving: Moving) -> Solution:

@@ -42,6 +42,8 @@ class Settings:
     progress: Callable[[str, float], None] | None
     compilation: Compilation | None = None
     allow_rounding: bool = False
+    measures_link: bool = False
+    """The bandwidth was measured and not given."""
     step_in_backward: bool = False
     may_move: bool = False
     """Weights may move where nothing else stays within the budget: their optimizer was given."""

@@ -17,6 +17,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
+    as_timed,
     counted,
     host_bytes_of,
     joint_solution,
@@ -263,6 +264,7 @@ def measured_for(
                 allow_rounding=settings.allow_rounding,
                 of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
+                moves_side_values=compiled is None and settings.cuda_graphs is False,
             )
         except BaseException:
             if compiled is not None:
@@ -395,9 +397,9 @@ class _Trials:
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
-            # A trial step has no optimizer's step, which would change the weights, and none of the state that is
-            # fetched for it: that it takes less than predicted says nothing. A correction of the prediction is the
-            # difference between both, and is not counted twice.
+            # A trial step moves what the optimizer's step moves, and leaves that step out, which would change the
+            # weights: that it takes less than predicted says nothing. A correction of the prediction is the difference
+            # between both, and is not counted twice.
             peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
         seconds, graphed = measured.seconds, measured.graphed
         if graphed is not None:
@@ -425,10 +427,12 @@ class _Trials:
         solution = self._solutions[accept.index]
         assert solution is not None
         priced = solution.on(corrected(self._chain, accept.more_bytes))
+        seconds = self._seconds.get(accept.index)
         if self._moving is not None:
-            priced = counted(priced, self._moving)
+            is_timed = bool(seconds) and device_of(self._model).type == "cuda"
+            priced = counted(as_timed(priced, seconds) if is_timed and seconds else priced, self._moving)
         else:
-            priced = self._as_timed(priced, self._seconds.get(accept.index))
+            priced = self._as_timed(priced, seconds)
         graphed = self._graphed.get(accept.index)
         refusal = "" if graphed is None else graphed.refusal
         notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))

@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from types import TracebackType
 from typing import Any, Protocol
@@ -134,6 +135,8 @@ class Part:
 
 
 _dtype = attrgetter("dtype")
+_grad = attrgetter("grad")
+_is_leaf = attrgetter("is_leaf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +492,8 @@ class Plan:
         if part.execution.weights is not None:  # they leave the device when a forward begins
             return False
         # torch warns of whoever asks for the gradient of a result of other tensors (functional_call)
-        if not any(parameter.is_leaf and parameter.grad is not None for parameter in self._parameters):
+        leaves = compress(self._parameters, map(_is_leaf, self._parameters))
+        if all(map(is_, map(_grad, leaves), repeat(None))):
             return False
         chain, largest = self.chain, max((p.numel() * p.element_size() for p in self._parameters), default=0)
         if chain is not None and not chain.grads_resident:

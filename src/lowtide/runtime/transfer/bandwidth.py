@@ -14,37 +14,45 @@ _CUDA_BYTES = 256 * 2**20
 _CPU_BYTES = 32 * 2**20
 _NUM_COPIES = 5
 
-_measured: dict[str, int] = {}
+_measured: dict[tuple[str, bool], int] = {}
 
 
-def measured_bandwidth(device: torch.device) -> int:
-    """Bytes per second each way, the slower direction's median; the same answer each time in one process."""
-    key = str(device)
+def measured_bandwidth(device: torch.device, *, both_ways: bool = False) -> int:
+    """Bytes per second each way, the slower direction's median; the same answer each time in one process.
+
+    Args:
+        device: the device.
+        both_ways: while the other direction is busy, too; False: each direction alone.
+    """
+    key = (str(device), both_ways)
     if key not in _measured:
-        _measured[key] = _measure(device)
+        _measured[key] = _measure(device, both_ways=both_ways)
     return _measured[key]
 
 
-def _measure(device: torch.device) -> int:
+def _measure(device: torch.device, *, both_ways: bool) -> int:
     num_bytes = _CUDA_BYTES if device.type == "cuda" else _CPU_BYTES
-    tier = PinnedTier(device, num_bytes) if device.type == "cuda" else FileTier(num_bytes)
+    tier = PinnedTier(device, 2 * num_bytes) if device.type == "cuda" else FileTier(2 * num_bytes)
     storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    down, up = [], []
+    seconds: list[float] = []
     region, ticket = tier.store([storage])
     ticket.wait()
     for _ in range(_NUM_COPIES):
         begin = _now(device)
-        region, ticket = tier.store([storage])
-        ticket.wait()
-        down.append(_now(device) - begin)
-        begin = _now(device)
-        _, ticket = tier.load(region, device)
-        ticket.wait()
-        up.append(_now(device) - begin)
-        del region
+        other, down = tier.store([storage])
+        if not both_ways:
+            down.wait()
+            middle = _now(device)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)  # taking it is a part of fetching
+        up = tier.load(region, [memory.untyped_storage()])
+        if both_ways:
+            down.wait()
+        up.wait()
+        end = _now(device)
+        seconds.append(end - begin if both_ways else max(middle - begin, end - middle))
+        region = other
     tier.close()
-    slower = max(sorted(down)[_NUM_COPIES // 2], sorted(up)[_NUM_COPIES // 2])
-    return int(num_bytes / slower)
+    return int(num_bytes / sorted(seconds)[_NUM_COPIES // 2])
 
 
 def _now(device: torch.device) -> float:
