@@ -86,7 +86,8 @@ def why_not(model: nn.Module, settings: Settings) -> str:
 def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Settings) -> Moving:
     """What a chain is where its weights move, with the times of the optimizer's steps."""
     smallest_bytes = (PinnedTier if device_of(model).type == "cuda" else FileTier).smallest_bytes
-    optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes)
+    homes = () if settings.placed is None else settings.placed.homes
+    optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes, homes)
     assert isinstance(optimizer, torch.optim.Optimizer)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())
     moved = {k: frozenset(map(id, own)) for k, own in movable.items()}

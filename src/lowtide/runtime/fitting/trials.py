@@ -95,7 +95,8 @@ class Planned:
         schedule = self.solution.schedule
         needed = host_bytes(self.chain, schedule)
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
-        self.tier.expect(needed)
+        placed = settings.placed
+        self.tier.expect(max(0, needed - (0 if placed is None else placed.num_bytes)))
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
         execution = Execution(
             model,
@@ -106,6 +107,7 @@ class Planned:
             checks=settings.checks,
             optimizer=optimizer,
             is_trial=is_trial,
+            homes=None if placed is None else placed.homes,
         )
         if is_trial and self.moving is not None and execution.weights is not None:
             execution.weights.stand_in(self.moving.state_bytes)
@@ -264,6 +266,7 @@ def measured_for(
                 allow_rounding=settings.allow_rounding,
                 of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
+                visits=None if settings.placed is None else settings.placed.visits(split),
             )
         except BaseException:
             if compiled is not None:
@@ -281,6 +284,7 @@ def measured_for(
         loss=settings.loss,
         blocks=compilation is not None,
         finer=settings.finer_than > 0,
+        without_running=settings.placed is not None,
     )
 
 

@@ -212,8 +212,17 @@ def tier_for(
         expected_bytes: what a schedule needs there.
         progress: is told how far pinning is; None: nobody is.
     """
+    return tier_on(device_of(model), host_memory_budget, expected_bytes, progress)
+
+
+def tier_on(
+    device: torch.device,
+    host_memory_budget: int | str | None,
+    expected_bytes: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Tier:
+    """Where values on a device are offloaded to; other arguments as for `tier_for`."""
     limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
-    device = device_of(model)
     if device.type == "cuda":
         return PinnedTier(device, expected_bytes, limit, progress)
     return FileTier(expected_bytes, limit)
