@@ -168,9 +168,10 @@ class SideValue:
         maker: the stage that makes it, counted from 1; `from` in a file.
         readers: the stages that read it, all after `maker`; `to` in a file.
         grad_bytes: the size of its gradient, by default `num_bytes`.
+        stays: it cannot be moved to the host: the caller has it in hand, or what runs the chain cannot move it.
 
     Raises:
-        ChainError: for a wrong size, and if a reader does not come after the maker.
+        ChainError: for a wrong size or flag, and if a reader does not come after the maker.
     """
 
     name: str
@@ -178,6 +179,7 @@ class SideValue:
     maker: int
     readers: tuple[int, ...]
     grad_bytes: int = None  # type: ignore[assignment]  # None: num_bytes
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -191,6 +193,8 @@ class SideValue:
         for field_name, value in (("bytes", self.num_bytes), ("grad_bytes", self.grad_bytes)):
             if not _is_size(value):
                 raise ChainError(f"{where}: {field_name} is {shown(value)}, expected {_expected('_bytes')}")
+        if not isinstance(self.stays, bool):
+            raise ChainError(f"{where}: stays is {shown(self.stays)}, expected true or false")
         if not _are_stages([self.maker]):
             raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage")
         if not isinstance(readers, list | tuple) or not readers or not _are_stages(readers):
@@ -202,13 +206,14 @@ class SideValue:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the side value as in a chain file."""
-        return {
+        values = {
             "name": self.name,
             "bytes": self.num_bytes,
             "grad_bytes": self.grad_bytes,
             "from": self.maker,
             "to": list(self.readers),
         }
+        return {**values, "stays": True} if self.stays else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +229,6 @@ class Chain:
             optimizer state are not in it.
         grads_resident: the weight gradients exist from the start (gradient accumulation).
         side_values: what later stages read besides their input; s[1] first.
-        side_values_stay: side values cannot be moved to the host: what runs the chain holds them meanwhile.
         provenance: where the figures come from (machine, versions, spread of the times); never interpreted.
     """
 
@@ -235,7 +239,6 @@ class Chain:
     base_bytes: int = 0
     grads_resident: bool = False
     side_values: tuple[SideValue, ...] = ()
-    side_values_stay: bool = False
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -331,8 +334,6 @@ class Chain:
         }
         if self.side_values:
             values["side_values"] = [side.to_dict() for side in self.side_values]
-        if self.side_values_stay:
-            values["side_values_stay"] = True
         if self.provenance:
             values["provenance"] = dict(self.provenance)
         return values
@@ -404,7 +405,14 @@ def _stage_from_dict(values: Any, k: int) -> Stage:
 
 
 # A side value's fields in a file, and in Python.
-_SIDE_FIELDS = {"name": "name", "bytes": "num_bytes", "from": "maker", "to": "readers", "grad_bytes": "grad_bytes"}
+_SIDE_FIELDS = {
+    "name": "name",
+    "bytes": "num_bytes",
+    "from": "maker",
+    "to": "readers",
+    "grad_bytes": "grad_bytes",
+    "stays": "stays",
+}
 
 
 def _side_from_dict(values: Any, i: int) -> SideValue:
@@ -417,7 +425,7 @@ def _side_from_dict(values: Any, i: int) -> SideValue:
         if key not in _SIDE_FIELDS:
             raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(_SIDE_FIELDS)}")
     for key in _SIDE_FIELDS:
-        if key not in values and key != "grad_bytes":
+        if key not in values and key not in ("grad_bytes", "stays"):
             raise ChainError(f"{where}: {key} is missing")
     if "grad_bytes" in values and values["grad_bytes"] is None:
         raise ChainError(
@@ -480,7 +488,7 @@ def _check_fields(record: Any, *, where: str) -> None:
             raise ChainError(f"{where}: {name} is {shown(value)}, expected {_expected(name)}")
 
 
-_FLAGS = ("grads_resident", "side_values_stay")
+_FLAGS = ("grads_resident",)
 
 
 def _expected(name: str) -> str:

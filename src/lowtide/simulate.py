@@ -408,8 +408,8 @@ class _Machine:
         return start, end, peak
 
     def _offload(self, value: Value) -> None:
-        if value[0] == "s" and self.chain.side_values_stay:
-            self._refuse("the side values of this chain stay on the device (side_values_stay)")
+        if value[0] == "s" and self.chain.side_value(value[1]).stays:
+            self._refuse(f"{_named(value)} stays on the device (its `stays` is true)")
         self._use(value)
         self.stored.depart(value)
         end = self._copy("to host", value, self.stored.bytes_of(value))

@@ -212,7 +212,7 @@ def test_copies_down_do_not_wait_for_copies_up():
 
 @pytest.mark.parametrize("is_mirror", [False, True])
 def test_room_that_is_given_back_is_not_written_while_it_is_read(is_mirror):
-    tier, device = PinnedTier(torch.device("cuda", 0), 2**18, 2**18), torch.device("cuda", 0)
+    tier = PinnedTier(torch.device("cuda", 0), 2**18, 2**18)
     old, new, found = (torch.full((2**16,), value, device="cuda") for value in (1.0, 2.0, 0.0))
     if is_mirror:
         mirror = tier.mirror(old)
@@ -227,8 +227,7 @@ def test_room_that_is_given_back_is_not_written_while_it_is_read(is_mirror):
         torch.cuda.synchronize()
         with torch.cuda.stream(tier.to_device):
             torch.cuda._sleep(LONG_SLEEP)
-        (storage,), ticket = tier.load(region, device)
-        found = torch.empty(0, device="cuda").set_(storage, 0, (2**16,))
+        ticket = tier.load(region, [found.untyped_storage()])
         del region
     tier.store([new.untyped_storage()])  # into the same room: there is no other
     ticket.wait()

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 import numpy as np
 import pytest
 from tests.chains import random_chain
 from tests.search import check_curve, curve, fastest, nested_schedules
 
-from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Offload, Release, SideValue, Stage, frontier, solve
+from lowtide import (
+    Backward,
+    Chain,
+    Forward,
+    InfeasibleBudgetError,
+    Offload,
+    Prefetch,
+    Release,
+    Schedule,
+    ScheduleError,
+    SideValue,
+    Stage,
+    frontier,
+    simulate,
+    solve,
+)
 from lowtide.strategies.copies.gaps import Profile
 from lowtide.strategies.sides import freed
 
@@ -83,3 +100,50 @@ def test_skip_connections_wait_on_the_host(strategy):
     solution = solve(LEVELS, memory_budget=least, strategy=strategy, bandwidth=BANDWIDTH)
     assert Offload("s", 1) in solution.schedule.operations
     assert solution.peak_bytes <= least
+
+
+def moves_in(order, gaps):
+    """All ways to have a side value away during some of its gaps, as operations before positions of the order."""
+    if not gaps:
+        yield {}
+        return
+    (begin, end), *rest = gaps
+    for later in moves_in(order, rest):
+        yield later
+        for gone in range(begin + 1, end + 1):
+            for back in range(gone, end + 1):
+                moved = {position: list(operations) for position, operations in later.items()}
+                moved.setdefault(gone, []).insert(0, Release("s", 1))
+                moved.setdefault(back, []).append(Prefetch("s", 1))
+                yield moved
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("strategy", ["offload", "pofo"])
+def test_moving_a_side_value_is_as_fast_as_the_fastest_of_all_ways(strategy, seed):
+    """Every time and place to copy, free and fetch one side value, where it is all that can move."""
+    rng = random.Random(seed)
+    extras = (0, rng.randint(20, 90), rng.randint(20, 90), 10, rng.randint(20, 90))  # large where nothing needs it
+    stages = [
+        Stage(str(k), rng.randint(1, 9), rng.randint(1, 9), 0, 0, forward_extra_bytes=extras[k]) for k in range(5)
+    ]
+    chain = Chain("one skip", stages, side_values=[SideValue("skip", 60, 1, (4,), 0)])
+    order = [*(Forward(k, "all") for k in range(1, 6)), *(Backward(k) for k in range(5, 0, -1))]
+    reads = [0, *(i for i, op in enumerate(order) if op.stage == 4)]
+    gaps = [(a, b) for a, b in itertools.pairwise(reads) if b > a + 1]
+    for bandwidth in (4, 20):
+        found = {}
+        for copied in range(1, reads[1] + 1):
+            for moved in moves_in(order, gaps):
+                moved.setdefault(copied, []).insert(0, Offload("s", 1))
+                operations = [op for i, one in enumerate(order) for op in (*moved.get(i, ()), one)]
+                try:
+                    trace = simulate(chain, Schedule("one way", operations), bandwidth=bandwidth)
+                except ScheduleError:
+                    continue
+                found[trace.peak_bytes] = min(trace.seconds, found.get(trace.peak_bytes, math.inf))
+        assert len(found) > 1
+        for budget in found:
+            best = min(seconds for peak, seconds in found.items() if peak <= budget)
+            solution = solve(chain, memory_budget=budget, strategy=strategy, bandwidth=bandwidth)
+            assert solution.seconds <= best + 1e-9

@@ -59,7 +59,7 @@ class Pofo:
         seconds: float | None = None
         if problem.memory_budget >= model.minimum_bytes:
             placements, seconds = converted_plans(problem, model, self.slots)
-        if problem.chain.side_values and not problem.chain.side_values_stay:
+        if any(not side.stays for side in problem.chain.side_values):
             placements += plans_with_side_values_moved(problem, self.slots)
         schedule = fastest("pofo", [*placements, _recomputed(problem), *self._offloaded(problem)])
         return Answer(schedule, model_seconds=seconds)

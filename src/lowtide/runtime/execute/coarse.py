@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lowtide.chain import SideValue
 from lowtide.errors import PlanError
 from lowtide.runtime.model.split import Split, StageSplit
-from lowtide.schedule import COMPUTATIONS, Backward, Forward, Operation, Release, Schedule, Value
+from lowtide.schedule import COMPUTATIONS, Backward, Forward, Operation, Prefetch, Release, Schedule, Value
 
 # What may stand in two forwards one after the other, the first of stage k and the second of stage k+1. Both are made
 # again as one where both are let go and a[k] with them, and saved as one where all is saved.
@@ -42,7 +44,7 @@ class Coarse:
         """Nothing joined.
 
         Raises:
-            PlanError: if the schedule names stages that the split does not have, or moves side values.
+            PlanError: if the schedule names stages that the split does not have.
         """
         return cls(split, _executed(split, schedule), (1,) * split.num_stages)
 
@@ -51,11 +53,11 @@ class Coarse:
         return bisect.bisect_left(list(itertools.accumulate(self.sizes)), k) + 1
 
 
-def coarsened(split: Split, schedule: Schedule) -> Coarse:
-    """Join the stages that a schedule always treats alike.
+def coarsened(split: Split, schedule: Schedule, side_values: Sequence[SideValue] = ()) -> Coarse:
+    """Join the stages that a schedule always treats alike; one that makes a side value that moves is not joined.
 
     Raises:
-        PlanError: if the schedule names stages that the split does not have, or moves side values.
+        PlanError: if the schedule names stages that the split does not have.
 
     Example:
         >>> from lowtide.runtime.model.split import Unit
@@ -66,7 +68,9 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     """
     listed = _executed(split, schedule)
     groups: list[list[int]] = []
-    joined = _joined(listed, split.num_stages)
+    moved = {operation.stage for operation in listed if _is_side(operation)}
+    makers = {side.maker for i, side in enumerate(side_values, start=1) if i in moved}
+    joined = _joined(listed, split.num_stages) - makers - {k - 1 for k in makers}
     for k in range(1, split.num_stages + 1):
         if k - 1 in joined:
             groups[-1].append(k)
@@ -76,7 +80,7 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
     first = {group[0] for group in groups}
     last = {group[-1] for group in groups}
     operations = tuple(
-        replace(operation, stage=number[operation.stage])
+        operation if _is_side(operation) else replace(operation, stage=number[operation.stage])
         for operation in listed
         if not (isinstance(operation, Forward) and operation.stage not in first)
         and not (isinstance(operation, Backward) and operation.stage not in last)
@@ -86,19 +90,19 @@ def coarsened(split: Split, schedule: Schedule) -> Coarse:
 
 
 def _executed(split: Split, schedule: Schedule) -> tuple[Operation, ...]:
-    """The schedule's list without the releases of side values: the executor frees each as soon as no recomputation
-    needs it before it is made anew.
+    """The schedule's list without what is done with side values that never come back: the executor frees each as soon
+    as no recomputation needs it before it is made anew.
     """
-    listed = [op for op in schedule.operations if not (isinstance(op, Release) and op.kind == "s")]
-    if any(not isinstance(operation, COMPUTATIONS) and operation.kind == "s" for operation in listed):
-        raise PlanError(
-            "the schedule moves side values to the host, but the model's own code holds them during its forward; solve "
-            "a chain whose side_values_stay is true, as lowtide.measure makes it"
-        )
-    largest = max((operation.stage for operation in listed), default=0)
+    fetched = {op.stage for op in schedule.operations if isinstance(op, Prefetch) and op.kind == "s"}
+    listed = [op for op in schedule.operations if not _is_side(op) or op.stage in fetched]
+    largest = max((operation.stage for operation in listed if not _is_side(operation)), default=0)
     if largest > split.num_stages:
         raise PlanError(f"the schedule names stage {largest}, but the model has {split.num_stages} stages")
     return tuple(listed)
+
+
+def _is_side(operation: Operation) -> bool:
+    return not isinstance(operation, COMPUTATIONS) and operation.kind == "s"
 
 
 def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
@@ -113,7 +117,7 @@ def _joined(operations: tuple[Operation, ...], num_stages: int) -> set[int]:
             joined.discard(before.stage - 1)
         if isinstance(after, Backward) and before != Backward(after.stage + 1):
             joined.discard(after.stage)
-        if after is not None and not isinstance(after, COMPUTATIONS):
+        if after is not None and not isinstance(after, COMPUTATIONS) and not _is_side(after):
             joined -= _apart(after.value)
     return joined - _readers_of_released(operations)
 
@@ -130,7 +134,7 @@ def _readers_of_released(operations: tuple[Operation, ...]) -> set[int]:
             saved.add(operation.stage)
         elif isinstance(operation, Backward):
             saved.discard(operation.stage)
-        elif isinstance(operation, Release) and operation.stage + 1 in saved:
+        elif isinstance(operation, Release) and operation.kind != "s" and operation.stage + 1 in saved:
             readers.add(operation.stage + 1)
     return readers
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import ExecutionError
+from lowtide.errors import ExecutionError, PlanError, shown
 from lowtide.runtime.compile.loss import functions_of
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.coarse import Coarse, coarsened
@@ -69,11 +69,13 @@ class Execution:
         # Strict mode is for finding out which stage differs, so each runs by itself there; and so do stages whose
         # weights are moved and updated one by one.
         joins = checks is not Checks.ALL and not schedule.manages
-        coarse = coarsened(split, schedule) if joins else Coarse.finest(split, schedule)
+        sides = chain.side_values if chain is not None else ()
+        coarse = coarsened(split, schedule, sides) if joins else Coarse.finest(split, schedule)
         program = Program.of(
             schedule,
             coarse,
-            chain.side_values if chain is not None else (),
+            sides,
+            side_tensors(chain),
             grads_resident=chain is not None and chain.grads_resident,
         )
         functions = functions_of(model)
@@ -199,6 +201,18 @@ class Execution:
         clocks = list(self._clocks)[-num_steps:]
         found = sorted(seconds for clock in clocks if (seconds := clock.seconds()) is not None)
         return found[len(found) // 2] if found else None
+
+
+def side_tensors(chain: Chain | None) -> list[int]:
+    """Which tensor of its maker each side value of a measured chain is.
+
+    Raises:
+        PlanError: where that is not a list of numbers.
+    """
+    found = [] if chain is None else chain.provenance.get("side_tensors", [])
+    if not isinstance(found, list | tuple) or any(type(number) is not int for number in found):
+        raise PlanError(f"side_tensors is {shown(found)}, expected a list of whole numbers; was the file edited?")
+    return list(found)
 
 
 def _nothing() -> None:

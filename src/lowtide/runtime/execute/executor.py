@@ -25,6 +25,7 @@ from lowtide.runtime.execute.checks import Checks, Fingerprints, SpotCheck
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
+from lowtide.runtime.execute.sides import MovedSides
 from lowtide.runtime.execute.values import Activation, Leaf, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import MANAGED
@@ -108,6 +109,7 @@ class RunningStep:
         self.history = History()
         self.sides: dict[Origin, Leaf] = {}
         """The tensors of earlier stages than the previous one that a recomputation will read."""
+        self.moved_sides = MovedSides(machine.tier)
         self._readers: dict[Origin, set[int]] = {}  # the stages that may be recomputed and read such a tensor
         self.read: list[tuple[str, torch.Tensor]] = []
         """The buffers that tapes read and that are other stages', with their names."""
@@ -125,6 +127,7 @@ class RunningStep:
         self._walk(self.program.first[k])
         if self._weights is not None:
             self._weights.need(k)
+        self.moved_sides.need_values(self.program.sides_read(k))
 
     def after_first(self, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         """The model has run stage k for the first time."""
@@ -140,10 +143,13 @@ class RunningStep:
                 self.machine.note_reads(k - 1, self._alive[k - 1], frozenset(tape.inputs))
             if source is not None:
                 source.keep_only(tape.inputs)
+        for i, side in self.program.moved_sides.items():
+            if side.maker == k and side.tensor in outputs:
+                self.moved_sides.take(i, outputs[side.tensor])
         if sorter is not None:
             assert tape is not None
             inputs = {} if source is None else source.tensors(tape.inputs, self.machine.is_state)
-            sorter.finish(inputs, self._fixed(tape), self.lenders(k))
+            sorter.finish(inputs, self._fixed(tape), self.lenders(k), self.moved_sides.boxes)
         self._produce(operation, k, self._wanted(k, outputs), sorter)
         if tape is not None:
             self._free_sides(tape, self.next_index - 1)
@@ -166,8 +172,11 @@ class RunningStep:
             self.sides[origin] = Leaf(tensor, None, ())
 
     def _is_needed(self, origin: Origin, index: int) -> bool:
-        """Whether a recomputation after an index of the list reads a side value before it is made anew."""
-        remade = self.program.next_repeat(origin[0], index)
+        """Whether a recomputation after an index of the list reads a side value before it is made anew; one that moves
+        is not made anew.
+        """
+        moves = origin in self.program.moved_origins
+        remade = len(self.program.operations) if moves else self.program.next_repeat(origin[0], index)
         return any(self.program.next_repeat(k, index) < remade for k in self._readers[origin])
 
     def _free_sides(self, tape: Tape, index: int) -> None:
@@ -179,7 +188,14 @@ class RunningStep:
     def _sides_of(self, tape: Tape) -> dict[Origin, torch.Tensor]:
         """The side values that a stage reads, for a recomputation."""
         name, is_state = self.machine.stage_name, self.machine.is_state
-        return {origin: self.sides[origin].tensor(name(origin[0]), is_state) for origin in tape.sides}
+        found = {origin: self.sides[origin].tensor(name(origin[0]), is_state) for origin in tape.sides}
+        self.moved_sides.need(found.values())
+        return found
+
+    def _num_names(self, address: int) -> int:
+        """How many tensors of this step's own are in the storage at an address."""
+        leaves = [leaf for value in {*self.values.values(), *self.host.values()} for leaf in value.leaves.values()]
+        return sum(leaf.is_in(address) for leaf in (*leaves, *self.sides.values()))
 
     def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
         """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
@@ -194,6 +210,7 @@ class RunningStep:
     def end_forward(self) -> None:
         """The model's forward has ended; copies that are due before backward begin now."""
         self.in_forward = False
+        self.moved_sides.end_forward(self._num_names)
         operations = self.program.operations
         while isinstance(operations[self.next_index], Offload | Release):
             self._walk(self.next_index + 1)
@@ -281,6 +298,7 @@ class RunningStep:
         saved = self.values.pop(("abar", k), None)
         source = self._input_of(k)
         if isinstance(saved, Saved):
+            self.moved_sides.need_boxes(saved.boxes if self.moved_sides.absent else ())
             saved.fill(self.runs[k].placeholders, source)
             saved.leave()
         # From here on autograd's graph holds what the backward of stage k needs, and lets it go bit by bit.
@@ -298,6 +316,7 @@ class RunningStep:
         self.values.clear()
         self.host.clear()
         self.sides.clear()
+        self.moved_sides.close(self._num_names)
         self._readers.clear()
         self.history.clear()
         self.read.clear()
@@ -329,6 +348,8 @@ class RunningStep:
             self.machine.update(operation.stage)
         elif self._weights is not None and operation.kind in MANAGED:
             self._weights.execute(operation)
+        elif operation.kind == "s":
+            self._execute_side(operation)
         elif isinstance(operation, Offload):
             value = self.values[operation.value]
             self.host[operation.value] = value
@@ -343,6 +364,14 @@ class RunningStep:
             awaited = self.values.get(operation.value)  # what only autograd holds is there
             if awaited is not None:
                 awaited.arrive()
+
+    def _execute_side(self, operation: Offload | Release | Prefetch | Await) -> None:
+        moved_bytes = self.moved_sides.moved_bytes
+        if isinstance(operation, Release) and self.next_index > self.program.moved_sides[operation.stage].last_fetch:
+            self.moved_sides.drop(operation.stage)
+        else:
+            self.moved_sides.execute(operation, self._num_names, in_forward=self.in_forward)
+        self.machine.counters.moved_bytes += self.moved_sides.moved_bytes - moved_bytes
 
     def _forget(self, k: int) -> None:
         for key in (("abar", k), ("a", k - 1)):
@@ -361,7 +390,7 @@ class RunningStep:
     def _produce(self, operation: Forward, k: int, outputs: Mapping[int, torch.Tensor], sorter: Sorter | None) -> None:
         name = self.machine.stage_name(k)
         movable = ("abar" if operation.save == "all" else "a", k) in self.program.moved
-        fixed = self.machine.storages_of(k) if movable else ()
+        fixed = self.machine.storages_of(k).union(self.moved_sides.boxes) if movable else ()
         if operation.save == "all":
             self.values[("abar", k)] = Saved(name, outputs, sorter, movable=movable, fixed=fixed)
             return
@@ -396,17 +425,20 @@ class RunningStep:
         if self._weights is not None:
             self._weights.need(k)
         inputs = source.tensors(tape.inputs, self.machine.is_state)
+        self.moved_sides.need(inputs.values())
         sorter = Sorter(self.machine.tier.smallest_bytes) if mode is Mode.SORT else None
         if operation.save != "all":
             outputs = self._run_again(k, inputs, discard)
         else:
             outputs = self._run_for_backward(k, inputs, sorter)
         if sorter is not None:
-            sorter.finish(inputs, self._fixed(tape), self.lenders(k))
+            sorter.finish(inputs, self._fixed(tape), self.lenders(k), self.moved_sides.boxes)
         made = dict(zip(tape.outputs, outputs, strict=True)) if outputs else {}
         for number in self.machine.side_numbers.get(k, ()):
-            if number in made and (k, number) in self._readers and self._is_needed((k, number), self.next_index):
-                self.sides[(k, number)] = Leaf(made[number], None, ())
+            origin = (k, number)
+            is_there = origin in self.sides and origin in self.program.moved_origins
+            if number in made and origin in self._readers and not is_there and self._is_needed(origin, self.next_index):
+                self.sides[origin] = Leaf(made[number], None, ())
         self._free_sides(tape, self.next_index)
         self._produce(operation, k, made if self.program.keeps_outputs(k) else {}, sorter)
         if self.next_index in self.program.last_reads:

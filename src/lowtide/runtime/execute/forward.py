@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,8 @@ class ExecutedForward(StagedForward):
             refuse_saved_tensor_hooks()
             refuse_weight_cache(self.machine.model)
         try:
-            result = super().run(plain, args, kwargs)
+            with self.step.moved_sides.guard() if self.machine.program.moved_sides else nullcontext():
+                result = super().run(plain, args, kwargs)
         except BaseException:
             self.step.release()
             if self._sorter is not None:
@@ -86,7 +88,7 @@ class ExecutedForward(StagedForward):
             self._begin_call = run.placeholders.begin_call
         elif mode is not Mode.NATIVE:
             sink: Sink | None = None if self._sorter is None else self._sorter.add
-            if machine.checks is Checks.ALL:
+            if machine.checks is Checks.ALL and k in step.program.repeats:
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints.add)
             pack, unpack = run.placeholders.first_run(step, sink)

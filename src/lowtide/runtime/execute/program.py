@@ -9,16 +9,17 @@ them later:
 - `COUNT`: they are let go (`keep`, `drop`), and a later forward makes them again.
 - `HOLD`: a repeated forward hands them to autograd, where they stay until backward.
 - `GUARD`: they stay, too, and the stage's weights leave: whoever opens one makes sure that the weights are there.
-- `SORT`: they are moved to the host, or the stage's input is moved or made again before backward: each is known as a
-  view of a storage, and put together again for backward.
+- `SORT`: they are moved to the host, or the stage's input is moved or made again before backward, or a side value that
+  it reads or makes is moved: each is known as a view of a storage, and put together again for backward.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import cast
 
 from lowtide.chain import SideValue
@@ -71,6 +72,23 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class MovedSide:
+    """A side value that leaves the device and comes back.
+
+    Args:
+        maker: the stage that makes it.
+        readers: the stages that read it.
+        tensor: its number among the tensors of its maker.
+        last_fetch: the index in the list of the last time that it is fetched.
+    """
+
+    maker: int
+    readers: frozenset[int]
+    tensor: int
+    last_fetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A schedule and what follows from it.
 
@@ -93,6 +111,7 @@ class Program:
             stage is over.
         repeats: for each stage that runs again, the indices of its repeated forwards.
         placement: of weights, gradients and optimizer state, where the schedule moves them.
+        moved_sides: the side values that are copied to the host, by their place in the chain.
     """
 
     operations: tuple[Operation, ...]
@@ -110,6 +129,7 @@ class Program:
     unwanted: frozenset[int]
     repeats: dict[int, list[int]]
     placement: Placement | None = None
+    moved_sides: Mapping[int, MovedSide] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -117,6 +137,7 @@ class Program:
         schedule: Schedule,
         coarse: Coarse,
         side_values: Sequence[SideValue] = (),
+        side_tensors: Sequence[int] = (),
         *,
         grads_resident: bool = False,
     ) -> Program:
@@ -126,6 +147,7 @@ class Program:
             schedule: the schedule.
             coarse: its operations over the stages that it was joined to.
             side_values: of the schedule's own stages, where they are known; others stay until their readers' backward.
+            side_tensors: the number of each among the tensors of its maker.
             grads_resident: weight gradients are on the device from the start.
 
         Raises:
@@ -135,11 +157,16 @@ class Program:
         if schedule.manages:
             executed = as_executed(replace(schedule, operations=coarse.operations), grads_resident=grads_resident)
             listed, placement = _placed(executed, num_stages, grads_resident=grads_resident)
-        operations = _without_leftovers(listed)
+        sides = _moved_sides(listed, coarse, side_values, side_tensors)
+        operations = _without_leftovers(listed, sides)
+        sides = {i: replace(side, last_fetch=_last_fetch(operations, i)) for i, side in sides.items()}
         first, backward = _places(operations, num_stages)
         guards = placement is not None
+        leaving = _leaving_sides(operations, sides)
         modes = {
-            index: _mode(operations, index, backward, is_first=first[operation.stage] == index, is_guarded=guards)
+            index: _mode(
+                operations, index, backward, leaving, is_first=first[operation.stage] == index, is_guarded=guards
+            )
             for index, operation in enumerate(operations)
             if isinstance(operation, Forward)
         }
@@ -149,7 +176,7 @@ class Program:
                 repeats.setdefault(operations[index].stage, []).append(index)
         sorted_stages = {operations[index].stage for index, mode in modes.items() if mode is Mode.SORT}
         moved = {op.value for op in operations if isinstance(op, Offload | Prefetch | Release)}
-        taped = frozenset(repeats.keys() | sorted_stages)
+        taped = frozenset(repeats.keys() | sorted_stages | {side.maker for side in sides.values()})
         stage_of = coarse.stage_of
         makers = {stage_of(side.maker) for side in side_values if not taped.isdisjoint(map(stage_of, side.readers))}
         watched = {
@@ -183,7 +210,17 @@ class Program:
             ),
             repeats,
             placement,
+            sides,
         )
+
+    def sides_read(self, k: int) -> list[int]:
+        """The side values, of those that move, that stage k reads."""
+        return [i for i, side in self.moved_sides.items() if k in side.readers]
+
+    @property
+    def moved_origins(self) -> frozenset[tuple[int, int]]:
+        """The makers of the side values that move, each with the number of the tensor."""
+        return frozenset((side.maker, side.tensor) for side in self.moved_sides.values())
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -211,12 +248,47 @@ class Program:
         return k + 1 in self.taped or ("a", k) in self.moved or ("abar", k) in self.moved
 
 
-def _without_leftovers(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+def _moved_sides(
+    operations: tuple[Operation, ...], coarse: Coarse, side_values: Sequence[SideValue], tensors: Sequence[int]
+) -> dict[int, MovedSide]:
+    """The side values that the list moves, in terms of the stages that its own were joined to."""
+    moved = {operation.stage for operation in operations if isinstance(operation, Prefetch) and operation.kind == "s"}
+    if moved and max(moved) > min(len(side_values), len(tensors)):
+        raise PlanError(
+            "the schedule moves side values, and it is not known which tensors of the model they are; attach a "
+            "solution for a chain that lowtide.measure made of this model"
+        )
+    found = {}
+    for i in sorted(moved):
+        side = side_values[i - 1]
+        readers = frozenset(map(coarse.stage_of, side.readers))
+        found[i] = MovedSide(coarse.stage_of(side.maker), readers, tensors[i - 1])
+    return found
+
+
+def _last_fetch(operations: tuple[Operation, ...], i: int) -> int:
+    return max(index for index, op in enumerate(operations) if isinstance(op, Prefetch) and op.value == ("s", i))
+
+
+def _leaving_sides(operations: tuple[Operation, ...], sides: Mapping[int, MovedSide]) -> dict[int, frozenset[int]]:
+    """By the index of each release after which a side value comes back, the stages that may have saved it."""
+    return {
+        index: sides[op.stage].readers | {sides[op.stage].maker}
+        for index, op in enumerate(operations)
+        if isinstance(op, Release) and op.kind == "s" and index < sides[op.stage].last_fetch
+    }
+
+
+def _without_leftovers(
+    operations: tuple[Operation, ...], sides: Mapping[int, MovedSide] = MappingProxyType({})
+) -> tuple[Operation, ...]:
     """The list without what makes or moves values of stages whose backward is over: nobody needs those."""
     done: set[int] = set()
     kept: list[Operation] = []
     for operation in operations:
         stage = operation.stage if isinstance(operation, COMPUTATIONS) else operation.value[1]
+        if not isinstance(operation, COMPUTATIONS) and operation.kind == "s":
+            stage = sides[operation.stage].maker
         if stage not in done or isinstance(operation, Update) or _is_managed(operation):
             kept.append(operation)
         if isinstance(operation, Backward):
@@ -388,7 +460,13 @@ def _is_last_read(operations: tuple[Operation, ...], index: int, backward: tuple
 
 
 def _mode(
-    operations: tuple[Operation, ...], index: int, backward: tuple[int, ...], *, is_first: bool, is_guarded: bool
+    operations: tuple[Operation, ...],
+    index: int,
+    backward: tuple[int, ...],
+    leaving: Mapping[int, frozenset[int]],
+    *,
+    is_first: bool,
+    is_guarded: bool,
 ) -> Mode:
     operation = operations[index]
     assert isinstance(operation, Forward)
@@ -397,6 +475,8 @@ def _mode(
     k = operation.stage
     own, inputs = ("abar", k), (("a", k - 1), ("abar", k - 1))
     again = False
+    if any(index < place < backward[k] and k in stages for place, stages in leaving.items()):
+        return Mode.SORT  # a side value that it may have saved goes
     for later in operations[index + 1 : backward[k]]:
         if isinstance(later, Offload | Release | Prefetch) and later.value == own:
             return Mode.SORT

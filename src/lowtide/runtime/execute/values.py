@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -24,6 +25,11 @@ class Leaf:
         self._view: View | None = None
         if cargo is not None and is_movable(tensor) and tensor.untyped_storage()._cdata not in fixed:
             self._view = cargo.view(tensor)
+
+    def is_in(self, address: int) -> bool:
+        """Whether it holds a tensor in the storage at an address."""
+        tensor = self._tensor
+        return tensor is not None and tensor.layout is torch.strided and tensor.untyped_storage()._cdata == address
 
     def leave(self) -> None:
         """The cargo has left the device."""
@@ -178,6 +184,11 @@ class Saved(Activation):
         super().__init__(name, tensors, movable=movable, fixed=fixed, cargo=self._sorted)
         self.items: list[_Whole | _Part] = [] if sorter is None else sorter.items
 
+    @property
+    def boxes(self) -> list[Box | None]:
+        """The storages that what was saved is in."""
+        return [item.box for item in self.items if isinstance(item, _Part)]
+
     def fill(self, placeholders: Placeholders, source: Activation | None) -> None:
         """Fill the stage's placeholders for backward; `source` has the stage's input."""
         self.arrive()
@@ -219,7 +230,11 @@ class Sorter:
         self._tensors.clear()
 
     def finish(
-        self, inputs: Mapping[int, torch.Tensor], fixed: set[int], lenders: Mapping[int, torch.nn.Parameter]
+        self,
+        inputs: Mapping[int, torch.Tensor],
+        fixed: set[int],
+        lenders: Mapping[int, torch.nn.Parameter],
+        sides: Mapping[int, Box] = MappingProxyType({}),
     ) -> None:
         """The run has ended.
 
@@ -227,10 +242,11 @@ class Sorter:
             inputs: what it read of the previous stage, by number.
             fixed: addresses of storages that are not the stage's: parameters, buffers, held tensors.
             lenders: the parameters among these whose memory comes and goes, by address.
+            sides: the storages of side values that move by themselves, by address.
         """
         addresses = {t.untyped_storage()._cdata: number for number, t in inputs.items() if is_movable(t)}
         for tensor, version in zip(self._tensors, self._versions, strict=True):
-            self.items.append(self._sorted(tensor, version, addresses, fixed, lenders))
+            self.items.append(self._sorted(tensor, version, addresses, fixed, lenders, sides))
         self.clear()
 
     def _sorted(
@@ -240,11 +256,14 @@ class Sorter:
         inputs: Mapping[int, int],
         fixed: set[int],
         lenders: Mapping[int, torch.nn.Parameter],
+        sides: Mapping[int, Box],
     ) -> _Whole | _Part:
         if not is_movable(tensor):
             return _Whole(tensor, version, lenders)
         storage = tensor.untyped_storage()
         address = storage._cdata
+        if address in sides:
+            return _Part(sides[address], tensor, None, unchanged=version_of(tensor) == version)
         number = inputs.get(address)
         # FSDP empties the storages of parameters that it gathers, so they may be small as well.
         is_small = storage.nbytes() < self._smallest_bytes

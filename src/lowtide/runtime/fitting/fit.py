@@ -21,13 +21,13 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
-from lowtide.runtime.fitting.moving import STRATEGY, why_not
+from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
 from lowtide.runtime.fitting.placing import Placed, device_to_use, move
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, optimizer_state_bytes, trains, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, trains, unwrapped
 from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
@@ -196,7 +196,7 @@ def _placed(model: nn.Module, settings: Settings, device: torch.device) -> Place
     Raises:
         PlanError: where it has to be there, and cannot.
     """
-    resident = _resident_bytes(model, settings)
+    resident = resident_bytes(model, settings.optimizer)
     if resident + _others_bytes(model, settings, device) <= settings.memory_budget:
         move(model, settings.optimizer, device)
         return None
@@ -209,13 +209,6 @@ def _placed(model: nn.Module, settings: Settings, device: torch.device) -> Place
     assert isinstance(settings.optimizer, torch.optim.Optimizer)
     tier = tier_on(device, settings.host_memory_budget, progress=settings.progress)
     return Placed(model, settings.optimizer, device, tier, settings.progress)
-
-
-def _resident_bytes(model: nn.Module, settings: Settings) -> int:
-    """Weights, their gradients and the optimizer's state."""
-    state = sum(optimizer_state_bytes(settings.optimizer, model.parameters()).values())
-    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return state + gradients + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:

@@ -22,6 +22,7 @@ from lowtide.runtime.fitting.moving import (
     host_bytes_of,
     joint_solution,
     moving_chain,
+    resident_bytes,
     why_not,
 )
 from lowtide.runtime.fitting.planning import (
@@ -160,6 +161,15 @@ def plan_for(
         InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
     may_move = settings.may_move and settings.strategy == AUTO and not why_not(model, settings)
+    resident = resident_bytes(model, settings.optimizer) if may_move else 0
+    if resident > settings.memory_budget:  # nothing else is worth a trial
+        moving = replace(settings, strategy=STRATEGY)
+        try:
+            planned, compiled = plan_for(model, sample, moving, tier=tier, after=after, goes_on=goes_on)
+            return _explained(planned, resident), compiled
+        except InfeasibleBudgetError as error:
+            if error.minimum_bytes > settings.memory_budget:  # else host memory is short: what works without it?
+                raise
     of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     measured: list[tuple[Split, Chain]] = []
     refused: list[tuple[int, str]] = []
@@ -209,7 +219,8 @@ def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetErr
 
 def _explained(planned: Planned, least: int) -> Planned:
     """A plan that says why weights move."""
-    note = f"with all weights and optimizer state on the device this model needs {format_bytes(least)}; so they move"
+    needed = f"{format_bytes(least)} at the least"
+    note = f"with all weights and optimizer state on the device this model needs {needed}; so they move"
     return replace(planned, notes=(note, *planned.notes))
 
 
@@ -267,6 +278,7 @@ def measured_for(
                 of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
                 visits=None if settings.placed is None else settings.placed.visits(split),
+                moves_side_values=compiled is None and settings.cuda_graphs is False,
             )
         except BaseException:
             if compiled is not None:

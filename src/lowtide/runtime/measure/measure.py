@@ -53,6 +53,7 @@ from lowtide.runtime.measure.weights import (
     with_updates,
 )
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.state.preserve import preserved
@@ -214,10 +215,12 @@ def measure_split(
     of_kind: dict[str, StageFigures] | None = None,
     is_replayed: bool = False,
     visits: Visits | None = None,
+    moves_side_values: bool = True,
 ) -> Chain:
     """Measure a model that has been captured; arguments as for `measure`.
 
-    Where steps are replayed as CUDA graphs, launching kernels takes no time.
+    Where steps are replayed as CUDA graphs, launching kernels takes no time. With `moves_side_values` schedules may
+    copy side values to the host, too.
 
     With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
     where that is allowed). Stages of kinds that are in `of_kind` were measured before, in another split of the same
@@ -259,6 +262,8 @@ def measure_split(
     there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
     there_bytes -= 0 if visits is None else visits.home_bytes
     base_bytes = start_bytes - there_bytes + kept_bytes + outside.weight_grad_bytes
+    if not moves_side_values or any(map(is_compiled, model.modules())):  # what compiled code reads is not seen
+        skipping = [replace(each, stays=True) for each in skipping]
     side_values = tuple(each.as_side_value(figures) for each in skipping)
     figures = with_side_values(figures, skipping)
     return Chain(
@@ -268,9 +273,11 @@ def measure_split(
         base_bytes=max(0, base_bytes + outside.optimizer_bytes),
         grads_resident=grads_resident,
         side_values=side_values,
-        side_values_stay=True,  # the model's own code has them in hand during its forward
         provenance=_provenance(model, called, split, figures, device)
-        | {"overhead_seconds": [timing.launch_seconds for timing in overhead]},  # in each of the launch_seconds
+        | {
+            "overhead_seconds": [timing.launch_seconds for timing in overhead],  # in each of the launch_seconds
+            "side_tensors": [each.tensor for each in skipping],  # by which the executor knows them
+        },
     )
 
 

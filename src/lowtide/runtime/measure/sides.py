@@ -30,6 +30,8 @@ class Skipping:
         readers: the stages that read it.
         origins: the tensors in it that skip stages.
         is_returned: the caller has it in hand while backward runs.
+        stays: it cannot be moved: the caller has it in hand at some time, or a recomputation holds it as it is (what no
+            gradient flows through, and what is left in an attribute).
     """
 
     name: str
@@ -38,6 +40,12 @@ class Skipping:
     readers: frozenset[int]
     origins: frozenset[Origin]
     is_returned: bool = False
+    stays: bool = False
+
+    @property
+    def tensor(self) -> int:
+        """Its number among the tensors of its maker."""
+        return min(number for stage, number in self.origins if stage == self.maker)
 
     def is_saved(self, figures: Sequence[StageFigures]) -> bool:
         """Whether the backward of its maker needs it."""
@@ -54,7 +62,8 @@ class Skipping:
             readers.add(len(figures))
         if self.is_passed_on(figures):
             readers.add(max(readers) + 1)
-        return SideValue(self.name, self.num_bytes, self.maker, tuple(sorted(readers)), self.grad_bytes(figures))
+        grad_bytes = self.grad_bytes(figures)
+        return SideValue(self.name, self.num_bytes, self.maker, tuple(sorted(readers)), grad_bytes, self.stays)
 
     def is_passed_on(self, figures: Sequence[StageFigures]) -> bool:
         """Whether its gradient is the gradient of its last reader's output, and so made by the stage after that."""
@@ -80,15 +89,18 @@ def skipping_in(staged: StagedModel, *, keeps_result: bool) -> list[Skipping]:
     for address, origins in groups.items():
         maker = origins[0][0]
         readers = {k for origin in origins for k in (origin[0], *staged.readers[origin]) if k > maker}
-        is_returned = keeps_result and not staged.returned.isdisjoint(origins)
+        is_returned = not staged.returned.isdisjoint(origins)
+        is_differentiable = any(staged.held[origin].requires_grad for origin in origins)
+        num_bytes = 0 if address in there else staged.held[origins[0]].untyped_storage().nbytes()
         found.append(
             Skipping(
                 staged.split.stages[maker - 1].units[-1].path,
-                0 if address in there else staged.held[origins[0]].untyped_storage().nbytes(),
+                num_bytes,
                 maker,
                 frozenset(readers or {maker + 1}),  # else a loop has it that is done with it before backward
                 frozenset(origins),
-                is_returned,
+                is_returned and keeps_result,
+                is_returned or not num_bytes or not is_differentiable or min(origins)[1] < 0,
             )
         )
     return found

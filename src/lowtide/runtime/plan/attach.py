@@ -233,8 +233,10 @@ def host_bytes(chain: Chain, schedule: Schedule) -> int:
     values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
     total = 0
     for kind, k in values:
-        stage = chain.stages[k - 1] if k else None
-        if kind == "a":
+        stage = chain.stages[k - 1] if k and kind != "s" else None
+        if kind == "s":
+            total += rounded(chain.side_value(k).num_bytes)
+        elif kind == "a":
             total += rounded(chain.activation_bytes(k))
         elif kind == "abar" and stage is not None:
             total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))

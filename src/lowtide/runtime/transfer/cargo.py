@@ -50,8 +50,8 @@ class Tier(Protocol):
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Region, Ticket]:
         """Queue copies of storages down."""
 
-    def load(self, region: Region, device: torch.device) -> tuple[list[torch.UntypedStorage], Ticket]:
-        """Make storages like those of a region on the device, and queue copies up into them."""
+    def load(self, region: Region, storages: Sequence[torch.UntypedStorage]) -> Ticket:
+        """Queue copies of a region up into storages on the device, as large as those that it was made of."""
 
     def mirror(self, tensor: torch.Tensor) -> Mirror:
         """Make a place, on the tier's device, for a tensor without gaps; nothing is copied."""
@@ -81,6 +81,14 @@ class Box:
         self.storage: torch.UntypedStorage | None = storage
         self.device = storage.device
         self.num_bytes = storage.nbytes()
+
+    def with_memory(self) -> torch.UntypedStorage:
+        """Take memory on the device for it."""
+        if self.storage is None:
+            self.storage = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        elif self.storage.nbytes() != self.num_bytes:
+            self.storage.resize_(self.num_bytes)
+        return self.storage
 
 
 class View:
@@ -114,11 +122,17 @@ class View:
 
 
 class Cargo:
-    """The storages of one value."""
+    """The storages of one value.
 
-    __slots__ = ("_arriving", "_boxes", "_leaving", "_moved", "_region")
+    Args:
+        empties: a storage that leaves is emptied, and filled again when it comes back: whoever has a tensor in it still
+            has one. Else it is given up, and another one takes its place.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_arriving", "_boxes", "_empties", "_leaving", "_moved", "_region")
+
+    def __init__(self, *, empties: bool = False) -> None:
+        self._empties = empties
         self._boxes: dict[int, Box] = {}  # by the address of the storage's record, which the box keeps alive
         self._moved: list[Box] | None = None  # those of them that were copied down; None: not yet
         self._region: Region | None = None
@@ -156,9 +170,7 @@ class Cargo:
         if not self._moved:
             return 0
         assert self._region is not None
-        storages, self._arriving = tier.load(self._region, self._moved[0].device)
-        for box, storage in zip(self._moved, storages, strict=True):
-            box.storage = storage
+        self._arriving = tier.load(self._region, [box.with_memory() for box in self._moved])
         return sum(box.num_bytes for box in self._moved)
 
     def arrive(self) -> None:
@@ -174,4 +186,7 @@ class Cargo:
             self._leaving.wait()
             self._leaving = None
         for box in self._boxes.values() if self._moved is None else self._moved:
-            box.storage = None
+            if self._empties and box.storage is not None:
+                box.storage.resize_(0)
+            else:
+                box.storage = None

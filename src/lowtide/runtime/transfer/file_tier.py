@@ -53,12 +53,11 @@ class _Piece:
 class _FileRegion:
     """Room in a piece for some storages, and the copy that fills it."""
 
-    __slots__ = ("num_bytes", "piece", "process", "room", "sizes", "stored")
+    __slots__ = ("num_bytes", "piece", "process", "room", "stored")
 
-    def __init__(self, piece: _Piece, room: Room, sizes: Sequence[int]) -> None:
+    def __init__(self, piece: _Piece, room: Room) -> None:
         self.piece = piece
         self.room = room
-        self.sizes = sizes
         self.num_bytes = room.num_bytes
         self.process = os.getpid()
         self.stored: Future[None] | None = None
@@ -138,21 +137,19 @@ class FileTier:
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_FileRegion, _FileTicket]:
         """Queue a copy of storages to the file."""
         self._enter_process()
-        sizes = [storage.nbytes() for storage in storages]
-        region = _FileRegion(*self._pieces.take(sum(map(rounded, sizes))), sizes)
+        region = _FileRegion(*self._pieces.take(sum(rounded(storage.nbytes()) for storage in storages)))
         region.stored = self._writer.submit(_write, region, storages)
         return region, _FileTicket(region.stored)
 
-    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _FileTicket]:
-        """Make storages, and queue a copy of a region into them."""
+    def load(self, region: Any, storages: Sequence[torch.UntypedStorage]) -> _FileTicket:
+        """Queue a copy of a region into storages."""
         self._enter_process()
         if region.process != self._process:
             raise ExecutionError(
                 "backward needs activations that were offloaded before this process was forked; only the parent "
                 "process can fetch them, so call the model in the process that calls backward"
             )
-        storages = [torch.empty(size, dtype=torch.uint8, device=device).untyped_storage() for size in region.sizes]
-        return storages, _FileTicket(self._reader.submit(_read, region, storages))
+        return _FileTicket(self._reader.submit(_read, region, storages))
 
     def mirror(self, tensor: torch.Tensor) -> _FileMirror:
         """Make a place in a file for a tensor without gaps."""

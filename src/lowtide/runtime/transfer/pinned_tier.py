@@ -235,16 +235,16 @@ class PinnedTier:
             region.last_copy = self._queued(self.to_host)
         return region, _PinnedTicket(region.last_copy, self)
 
-    def load(self, region: Any, device: torch.device) -> tuple[list[torch.UntypedStorage], _PinnedTicket]:
-        """Make storages on the compute stream, and queue copies of a region into them."""
-        memory = [torch.empty(part.numel(), dtype=torch.uint8, device=device) for part in region.parts]
+    def load(self, region: Any, storages: Sequence[torch.UntypedStorage]) -> _PinnedTicket:
+        """Queue copies of a region into storages, whose memory is the compute stream's."""
+        memory = [_bytes_of(storage) for storage in storages]
         self.to_device.wait_stream(torch.cuda.current_stream(self.device))
         self.wait_for(self.to_device, region.last_copy)
         with torch.cuda.stream(self.to_device):
             for tensor, part in zip(memory, region.parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
             region.last_load = self._queued(self.to_device)
-        return [tensor.untyped_storage() for tensor in memory], _PinnedTicket(region.last_load, self)
+        return _PinnedTicket(region.last_load, self)
 
     def _queued(self, stream: torch.cuda.Stream) -> _Copy:
         """What was given to a stream last."""

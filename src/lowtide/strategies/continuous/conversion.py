@@ -127,11 +127,13 @@ def converted(problem: Problem, plan: ContinuousPlan) -> Placement | None:
 def plans_with_side_values_moved(problem: Problem, slots: int) -> list[Placement]:
     """Schedules that may move side values, too; maybe none.
 
-    They are planned as if side values took no room, for less and less memory. What they then lack is found by moving.
+    They are planned as if side values that can move took no room, for less and less memory. What they then lack is
+    found by moving.
     """
-    chain = replace(problem.chain, side_values=())
+    sides = problem.chain.side_values
+    chain = replace(problem.chain, side_values=tuple(side for side in sides if side.stays))
     model = ContinuousModel.of(chain, problem.bandwidth, recompute=True)
-    all_bytes = sum(side.num_bytes for side in problem.chain.side_values)
+    all_bytes = sum(side.num_bytes for side in sides if not side.stays)
     found: list[Placement] = []
     for share in _SHARES_OF_SIDE_VALUES:
         budget = problem.memory_budget - int(share * all_bytes)

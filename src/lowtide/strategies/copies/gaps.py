@@ -249,7 +249,7 @@ class _Reader:
 
     def _touch(self, position: int, value: Value) -> None:
         last = self.touched[value]
-        may_move = value[0] != "s" or not self.chain.side_values_stay
+        may_move = value[0] != "s" or not self.chain.side_value(value[1]).stays
         if position > last + 1 and self.sizes[value] and may_move:
             self.gaps.append(Gap(value, self.made[value], last, position, self.sizes[value]))
         self.touched[value] = position
