@@ -30,6 +30,9 @@ from lowtide.simulate import simulate
 from lowtide.solve import Solution
 from lowtide.units import parse_bytes
 
+# A weight, its gradient and up to four tensors of optimizer state, each of which has a place that is rounded up.
+_PLACES_OF_PARAMETER = 6
+
 
 def attach(
     model: nn.Module,
@@ -79,7 +82,7 @@ def attach(
     split = split or split_for(model, chain)
     _check_has_stages(model, split)
     check_legal(schedule, split.num_stages, chain)
-    tier = tier_for(model, host_memory_budget)
+    tier = tier_for(model, host_memory_budget, expected_bytes(model, chain, schedule))
     checks = Checks.of(strict=strict, spot_checks=spot_checks)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
     bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
@@ -226,6 +229,17 @@ def tier_on(
     if device.type == "cuda":
         return PinnedTier(device, expected_bytes, limit, progress)
     return FileTier(expected_bytes, limit)
+
+
+def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule) -> int:
+    """What the lower tier must hold for a schedule, weights and what belongs to them included; 0: nobody knows."""
+    if chain is None:
+        return 0
+    leaving = {operation.value for operation in schedule.operations if isinstance(operation, Offload | Release)}
+    moved = [(kind, chain.stages[k - 1]) for kind, k in leaving if kind in ("w", "g", "opt")]
+    sizes = {"w": "weight_bytes", "g": "weight_grad_bytes", "opt": "optimizer_bytes"}
+    total = host_bytes(chain, schedule) + sum(getattr(stage, sizes[kind]) for kind, stage in moved)
+    return total + (_PLACES_OF_PARAMETER * rounded(1) * len(list(model.parameters())) if moved else 0)
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:

@@ -24,6 +24,7 @@ import torch
 
 from lowtide.errors import ExecutionError, LowtideWarning
 from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
+from lowtide.runtime.transfer.host_memory import check_host_has
 from lowtide.units import format_bytes
 
 # More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
@@ -312,13 +313,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_memory(num_bytes: int, progress: Progress | None) -> tuple[torch.Tensor, bool]:
     """Host memory, registered with CUDA; where that is refused, ordinary memory, False and one warning."""
-    try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        raise ExecutionError(
-            f"the host has no {format_bytes(num_bytes)} free for offloaded values; set host_memory_budget=, or "
-            "call fit without offloading (bandwidth=0)"
-        ) from None
+    check_host_has(num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = _filled(pages, progress)
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()
