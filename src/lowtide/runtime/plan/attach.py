@@ -236,10 +236,13 @@ def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule) ->
     if chain is None:
         return 0
     leaving = {operation.value for operation in schedule.operations if isinstance(operation, Offload | Release)}
-    moved = [(kind, chain.stages[k - 1]) for kind, k in leaving if kind in ("w", "g", "opt")]
-    sizes = {"w": "weight_bytes", "g": "weight_grad_bytes", "opt": "optimizer_bytes"}
-    total = host_bytes(chain, schedule) + sum(getattr(stage, sizes[kind]) for kind, stage in moved)
-    return total + (_PLACES_OF_PARAMETER * rounded(1) * len(list(model.parameters())) if moved else 0)
+    sizes: list[int] = []
+    for kind, k in leaving:
+        if kind in ("w", "g", "opt"):
+            stage = chain.stages[k - 1]
+            sizes.append({"w": stage.weight_bytes, "g": stage.weight_grad_bytes}.get(kind, stage.optimizer_bytes))
+    rounding = _PLACES_OF_PARAMETER * rounded(1) * len(list(model.parameters())) if sizes else 0
+    return host_bytes(chain, schedule) + sum(sizes) + rounding
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:
