@@ -25,7 +25,7 @@ _IMPORT = re.compile(r"^from (lowtide\.strategies\.[\w.]+) import", re.MULTILINE
 
 def kernel(function: _Function) -> _Function:
     """Compile a function when Python first calls it."""
-    options = {"nogil": True, "no_cfunc_wrapper": True}
+    options: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True}
     try:
         compiled: Any = njit(function, cache=True, **options)
     except RuntimeError:  # nowhere to keep it: a read-only installation, and no home directory
@@ -41,12 +41,12 @@ def kernel(function: _Function) -> _Function:
 
 def kernel_part(function: _Function) -> _Function:
     """Compile a function with the kernels that call it; a call from Python is interpreted."""
-    return register_jitable(no_cfunc_wrapper=True)(function)  # type: ignore[no-any-return]
+    return register_jitable(no_cfunc_wrapper=True)(function)
 
 
 def fast_kernel_part(function: _Function) -> _Function:
     """A part in which no NaN and no signed zero occurs: there the compiler may use vector minima."""
-    return register_jitable(no_cfunc_wrapper=True, fastmath={"nnan", "nsz"})(function)  # type: ignore[no-any-return]
+    return register_jitable(no_cfunc_wrapper=True, fastmath={"nnan", "nsz"})(function)
 
 
 @functools.cache
