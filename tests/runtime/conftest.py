@@ -1,4 +1,4 @@
-"""For all tests of the runtime: none finds the garbage of another, and none times stages with more care than it needs."""
+"""For all tests of the runtime: none finds the garbage of another, none times stages with more care than it needs."""
 
 from __future__ import annotations
 

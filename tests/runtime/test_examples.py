@@ -68,6 +68,16 @@ def test_weights_on_host():
 
 
 @pytest.mark.usefixtures("_alone")
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+def test_finetuning_with_weights_on_the_host(tmp_path):
+    text = run("examples/finetune_llm.py", "--tiny", "--output", tmp_path / "checkpoint.pt")
+    assert "strategy 'joint'" in text
+    assert "step 2: loss" in text
+    assert "(3 steps)" in text
+    assert set(torch.load(tmp_path / "checkpoint.pt")) == {"model", "optimizer"}
+
+
+@pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize(
     ("name", "libraries"),
     [("trainer_finetuning", ["transformers", "accelerate"]), ("lightning_module", ["lightning"])],
