@@ -1,12 +1,13 @@
 """Steps replayed as CUDA graphs beside steps that the host launches: plain, and under a plan at two budgets.
 
-    python -m benchmarks.graphs                            # the networks of the table, on a GPU, 4 minutes
-    python -m benchmarks.graphs --only ViT --compiled      # one of them, also compiled as a whole
+    python -m benchmarks.graphs                                  # the networks of the table, on a GPU, 10 minutes
+    python -m benchmarks.graphs --only ViT --ways graphs compiled    # one of them, and some of the ways
 
 For each network, in one run: plain training; plain training captured whole, as `torch.cuda.graph` does it by hand; with
-a checkpoint around every block (`torch.utils.checkpoint`); with everything stored under a plan; then `fit` within
-shares of the plain peak, without graphs and with them. A step is forward, loss, backward and `zero_grad`.
-"Reserved" is what the pool of the graphs holds, beside what the plan was predicted to take.
+a checkpoint around every block (`torch.utils.checkpoint`); with everything stored under a plan; `fit` within shares of
+the plain peak, without graphs, with them, and with them and copies to the host; compiled as a whole in the mode
+`reduce-overhead`. A step is forward, loss, backward and `zero_grad`. Everything is written again after each row.
+"Reserves" is what the pool of the graphs holds, beside what the plan was predicted to take.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,9 @@ import lowtide
 from lowtide.units import format_bytes, format_seconds
 
 SHARES = (0.6, 0.35)
+
+# Beside plain training, which is always run: the shares are of its peak.
+WAYS = ("captured", "checkpoints", "stored", "eager", "graphs", "offload", "compiled")
 
 
 @dataclass
@@ -108,9 +112,8 @@ def checkpoints(model: nn.Module) -> Iterator[None]:
             del block.forward
 
 
-def show(rows: list[Row], row: Row) -> None:
-    """Add a row and print it."""
-    rows.append(row)
+def text_of(row: Row) -> str:
+    """A row as it is printed."""
     predicted = ""
     if row.predicted_seconds is not None and row.clock_seconds is not None:
         clock, expected = format_seconds(row.clock_seconds), format_seconds(row.predicted_seconds)
@@ -118,87 +121,124 @@ def show(rows: list[Row], row: Row) -> None:
     expected = "" if row.predicted_peak_bytes is None else f" (predicted {format_bytes(row.predicted_peak_bytes)})"
     pool = "" if row.pool_bytes is None else f", of which the pool reserves {format_bytes(row.pool_bytes)}"
     figures = f"{format_seconds(row.seconds)}{predicted}, {format_bytes(row.peak_bytes)}{expected}{pool}"
-    print(f"{row.way:28s} {figures} {'; '.join(row.notes)}", flush=True)
+    return f"{row.way:28s} {figures} {'; '.join(row.notes)}"
 
 
-def bench(
-    name: str, make: Callable[[], nn.Module], num_images: int, dtype: torch.dtype, *, is_compiled: bool
-) -> list[Row]:
-    """All rows of one network."""
-    print(f"\n{name}, {num_images} images of 224 px, {dtype}", flush=True)
-    device, rows = torch.device("cuda"), list[Row]()
-    torch.manual_seed(0)
-    model = make().to(device, dtype).train()
-    x = torch.randn(num_images, 3, 224, 224, device=device, dtype=dtype)
-    labels = torch.randint(0, 1000, (num_images,), device=device)
+class Network:
+    """One network, and the ways to train it.
 
-    def loss(result: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(result.float(), labels)
+    Args:
+        name: its name.
+        make: makes it.
+        num_images: of 224 px in a step.
+        dtype: of weights and images.
+        show: is handed each row.
+    """
 
-    def step() -> None:
-        loss(model(x)).backward()
-        model.zero_grad(set_to_none=True)
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], nn.Module],
+        num_images: int,
+        dtype: torch.dtype,
+        show: Callable[[Row], None],
+    ) -> None:
+        self.name, self.show, self.device = name, show, torch.device("cuda")
+        torch.manual_seed(0)
+        self.model = make().to(self.device, dtype).train()
+        self.x = torch.randn(num_images, 3, 224, 224, device=self.device, dtype=dtype)
+        self.labels = torch.randint(0, 1000, (num_images,), device=self.device)
 
-    def timed(work: Callable[[], None]) -> Timed:
-        release(device)
-        return time_steps(work, device)
+    def loss(self, result: torch.Tensor) -> torch.Tensor:
+        """The loss of a result."""
+        return nn.functional.cross_entropy(result.float(), self.labels)
 
-    plain = timed(step)
-    show(rows, Row(name, "plain", plain.seconds, plain.peak_bytes))
-    replay = captured(model, x, loss)
-    whole = timed(replay)
-    show(rows, Row(name, "plain, captured whole", whole.seconds, torch.cuda.memory_reserved()))
-    del replay
-    model.zero_grad(set_to_none=True)
-    with checkpoints(model):
-        by_hand = timed(step)
-    show(rows, Row(name, "a checkpoint a block", by_hand.seconds, by_hand.peak_bytes))
+    def step(self) -> None:
+        """A step of training without the optimizer's."""
+        self.loss(self.model(self.x)).backward()
+        self.model.zero_grad(set_to_none=True)
 
-    def planned(way: str, budget: int, *, cuda_graphs: bool) -> None:
-        release(device)
-        options: dict[str, Any] = {"optimizer": without_state(model), "loss": loss, "bandwidth": 0, "progress": False}
+    def timed(self, work: Callable[[], None]) -> Timed:
+        """The time of a step."""
+        release(self.device)
+        return time_steps(work, self.device)
+
+    def run(self, ways: Collection[str]) -> None:
+        """All rows, or some."""
+        plain = self.timed(self.step)
+        self.show(Row(self.name, "plain", plain.seconds, plain.peak_bytes))
+        if "captured" in ways:
+            self._captured()
+        if "checkpoints" in ways:
+            with checkpoints(self.model):
+                found = self.timed(self.step)
+            self.show(Row(self.name, "a checkpoint a block", found.seconds, found.peak_bytes))
+        if "stored" in ways:
+            self._planned("lowtide, everything stored", 2 * plain.peak_bytes, bandwidth=0)
+        for share in SHARES:
+            way, budget = f"lowtide at {share:.0%}", int(share * plain.peak_bytes)
+            if "eager" in ways:
+                self._planned(way, budget, bandwidth=0)
+            if "graphs" in ways:
+                self._planned(f"{way}, graphs", budget, bandwidth=0, cuda_graphs=True)
+            if "offload" in ways:
+                self._planned(f"{way}, graphs and copies", budget, cuda_graphs=True)
+        if "compiled" in ways:
+            self._compiled()
+
+    def _captured(self) -> None:
+        replay = captured(self.model, self.x, self.loss)
+        whole = self.timed(replay)
+        self.show(Row(self.name, "plain, captured whole", whole.seconds, torch.cuda.memory_reserved()))
+        del replay
+        self.model.zero_grad(set_to_none=True)
+
+    def _planned(self, way: str, budget: int, **options: Any) -> None:
+        release(self.device)
         begin = time.perf_counter()
         try:
-            plan = lowtide.fit(model, x, memory_budget=budget, cuda_graphs=cuda_graphs, **options)
+            plan = lowtide.fit(
+                self.model,
+                self.x,
+                memory_budget=budget,
+                optimizer=without_state(self.model),
+                loss=self.loss,
+                progress=False,
+                **options,
+            )
         except lowtide.InfeasibleBudgetError as error:
             print(f"{way:28s} {error}", flush=True)
             return
         fit_seconds = time.perf_counter() - begin
         with plan:
             for _ in range(3):
-                step()  # two run as ever, and one is captured
-            found, stats, graphs = timed(step), plan.stats(), plan._part.graphs
-            row = Row(name, way, found.seconds, stats.measured_peak_bytes or 0, budget)
+                self.step()  # two run as ever, and one is captured
+            found, stats, graphs = self.timed(self.step), plan.stats(), plan._part.graphs
+            row = Row(self.name, way, found.seconds, stats.measured_peak_bytes or 0, budget)
             row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
             row.clock_seconds = stats.measured_seconds
             row.pool_bytes = None if graphs is None else graphs.held_bytes
             row.recomputed, row.fit_seconds = stats.recomputed_per_step, fit_seconds
             row.notes = [note for note in plan.notes if "without CUDA graphs" in note]
-            show(rows, row)
+            self.show(row)
 
-    planned("lowtide, everything stored", 2 * plain.peak_bytes, cuda_graphs=False)
-    for share in SHARES:
-        for cuda_graphs in (False, True):
-            way = f"lowtide at {share:.0%}{', graphs' if cuda_graphs else ''}"
-            planned(way, int(share * plain.peak_bytes), cuda_graphs=cuda_graphs)
-    if is_compiled:
-        whole_model = torch.compile(model, mode="reduce-overhead")
+    def _compiled(self) -> None:
+        model = torch.compile(self.model, mode="reduce-overhead")
 
-        def compiled_step() -> None:
+        def step() -> None:
             torch.compiler.cudagraph_mark_step_begin()
-            loss(whole_model(x)).backward()
-            model.zero_grad(set_to_none=True)
+            self.loss(model(self.x)).backward()
+            self.model.zero_grad(set_to_none=True)
 
-        found = timed(compiled_step)
-        show(rows, Row(name, "compiled, reduce-overhead", found.seconds, torch.cuda.memory_reserved()))
-    return rows
+        found = self.timed(step)
+        self.show(Row(self.name, "compiled, reduce-overhead", found.seconds, torch.cuda.memory_reserved()))
 
 
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=Path, help="write everything as JSON")
     parser.add_argument("--only", help="only networks whose name contains this")
-    parser.add_argument("--compiled", action="store_true", help="also compile each as a whole; takes minutes")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help=f"beside plain training; of {', '.join(WAYS)}")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         refuse("CUDA graphs need a CUDA device, and there is none")
@@ -206,15 +246,23 @@ def main() -> None:
     if arguments.only is not None:
         refuse_unless_chosen("--only", [arguments.only], list(chosen))
         chosen = {name: each for name, each in chosen.items() if arguments.only.lower() in name.lower()}
+    if arguments.ways is not None:
+        refuse_unless_chosen("--ways", arguments.ways, WAYS)
     if arguments.output is not None:
         usable_file(arguments.output)
     rows: list[Row] = []
-    for name, (make, num_images, dtype) in chosen.items():
-        rows += bench(name, make, num_images, dtype, is_compiled=arguments.compiled)
-        release(torch.device("cuda"))
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        print(text_of(row), flush=True)
         if arguments.output is not None:
             report = {**machine_facts(torch.device("cuda")), "rows": [asdict(row) for row in rows]}
             arguments.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+    for name, (make, num_images, dtype) in chosen.items():
+        print(f"\n{name}, {num_images} images of 224 px, {dtype}", flush=True)
+        Network(name, make, num_images, dtype, show).run(arguments.ways or WAYS)
+        release(torch.device("cuda"))
 
 
 if __name__ == "__main__":

@@ -260,7 +260,6 @@ class Bench:
                     x,
                     memory_budget=num_bytes,
                     host_memory_budget=self.given.host,
-                    strategy="joint",
                     optimizer=optimizer,
                     step_in_backward=in_backward,
                     keeps_result=False,

@@ -262,8 +262,8 @@ class Chain:
                 raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
             if any(m >= k - 1 for m, _ in stage.outliving):
                 raise ChainError(
-                    f"stage {k} ({_on_one_line(stage.name)}): outliving names stage {max(stage.outliving)[0]}, expected "
-                    f"only stages before stage {k - 1}, whose output is its input"
+                    f"stage {k} ({_on_one_line(stage.name)}): outliving names stage {max(stage.outliving)[0]}, "
+                    f"expected only stages before stage {k - 1}, whose output is its input"
                 )
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")

@@ -31,6 +31,7 @@ from torch import nn
 import lowtide
 from lowtide import Schedule
 from lowtide.errors import ExecutionError
+from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -453,3 +454,77 @@ def test_fit_within_less_than_weights_gradients_and_state(share, in_backward, au
         assert plan.stats().measured_peak_bytes <= plan.memory_budget
         assert_equal(got, expected)
         assert_equal({name: number.cpu() for name, number in numbers_of(model, optimizer).items()}, weights)
+
+
+def test_weights_move_by_default_where_nothing_else_fits():
+    model = network(**LARGER)
+    resident = 4 * sum(p.nbytes for p in model.parameters())
+    optimizer = make_adamw(model.parameters())
+    budget = torch.cuda.memory_allocated() - resident // 4 + int(0.5 * resident)
+    x = torch.randn(64, 1024, device="cuda")
+    with lowtide.fit(model, x, memory_budget=budget, optimizer=optimizer, loss=square) as plan:
+        assert plan.schedule.strategy == "joint"
+        assert "with all weights and optimizer state on the device" in str(plan)
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, 3, width=1024, notes=False)
+        assert torch.cuda.max_memory_allocated() <= budget
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_model_that_is_on_the_cpu_is_never_on_the_device_as_a_whole(in_backward, autocast):
+    """The budget is below its weights alone (but for autocast, which keeps a cast of each); the optimizer was made
+    before, with the parameters on the CPU.
+    """
+    share = 0.95 if autocast is None else 1.8
+    for both_ways in (False, True):
+        measured_bandwidth(torch.device("cuda", 0), both_ways=both_ways)  # once, with much memory
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> Numbers:
+        return train(model, optimizer, 5, width=1024, clips=not in_backward, autocast=autocast, notes=False)
+
+    plain = network(**LARGER)
+    plain_optimizer = make_adamw(plain.parameters())
+    expected = steps(plain, plain_optimizer)
+    weights = {name: number.cpu() for name, number in numbers_of(plain, plain_optimizer).items()}
+    more = {name: number.cpu() for name, number in steps(plain, plain_optimizer).items()}
+    del plain, plain_optimizer
+    gc.collect()
+    model = network(**LARGER).to("cpu")
+    own = sum(p.nbytes for p in model.parameters())
+    optimizer = make_adamw(model.parameters())
+    parameters = list(model.parameters())
+    gc.collect()
+    others = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with nullcontext() if autocast is None else torch.autocast("cuda", autocast):
+        plan = lowtide.fit(
+            model,
+            torch.randn(64, 1024),
+            memory_budget=others + int(share * own),
+            optimizer=optimizer,
+            loss=square,
+            step_in_backward=in_backward,
+            device="cuda",
+        )
+    assert torch.cuda.max_memory_allocated() - others < max(1.0, share) * own
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert all(parameter.is_cuda for parameter in model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    got = steps(model, optimizer)
+    assert torch.cuda.max_memory_allocated() <= plan.memory_budget
+    assert_equal(got, expected)
+    assert_equal({name: number.cpu() for name, number in numbers_of(model, optimizer).items()}, weights)
+    plan.detach()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    assert_equal({name: number.cpu() for name, number in numbers_of(model, optimizer).items()}, weights)
+    model.to("cuda")
+    for state in optimizer.state.values():
+        state |= {name: value.to("cuda") for name, value in state.items()}
+    assert_equal({name: number.cpu() for name, number in steps(model, optimizer).items()}, more)
+
+
+def test_a_link_that_is_busy_both_ways_is_measured():
+    device = torch.device("cuda")
+    alone, both_ways = measured_bandwidth(device), measured_bandwidth(device, both_ways=True)
+    assert 0.4 * alone < both_ways < 1.2 * alone

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
 
 # In what a plan prints: at the budgets of the small examples some stages are recomputed, or offloaded.
@@ -55,6 +57,7 @@ def test_examples(tmp_path):
         programs.insert(0, ["examples/lightning_module.py", "--tiny"])
     if installed("transformers", "accelerate"):
         programs.append(["examples/trainer_finetuning.py", "--tiny"])
+        programs.append(["examples/finetune_llm.py", "--tiny", "--output", str(tmp_path / "checkpoint.pt")])
     said = json.loads(run("-c", IN_TURN, json.dumps(programs)).splitlines()[-1])
 
     text = said["examples/demo.py"]
@@ -73,6 +76,10 @@ def test_examples(tmp_path):
     assert "strategy 'joint'" in text
     assert "on host    weights" in text
     assert "saved and loaded" in text
+
+    text = said.get("examples/finetune_llm.py")
+    assert text is None or ("strategy 'joint'" in text and "step 2: loss" in text and "(3 steps)" in text), text
+    assert text is None or set(torch.load(tmp_path / "checkpoint.pt")) == {"model", "optimizer"}
 
     for name in ("examples/trainer_finetuning.py", "examples/lightning_module.py"):
         text = said.get(name)

@@ -238,8 +238,9 @@ def test_a_plan_file(tmp_path):
     model = plan.model
     with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
         lowtide.load_plan(tmp_path / "plan.json", model)
-    with lowtide.load_plan(tmp_path / "plan.json", model, optimizer=optimizer):
+    with lowtide.load_plan(tmp_path / "plan.json", model, optimizer=optimizer) as loaded:
         assert_equal(train(model, optimizer, batch(blocks)), expected)
+        assert len(loaded._part.execution.machine.tier._pieces.made) == 1  # on CUDA, memory is pinned at once
 
 
 def test_larger_batches_are_planned_for():

@@ -4,11 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lowtide.strategies.numerics import kernels
+import numpy as np
+import pytest
 
-MODULE = """
+from lowtide.strategies.numerics import kernels
+from lowtide.strategies.numerics.sorting import sorted_rows
+
+CALLER = """
 from typing import NamedTuple
 import numpy as np
+from lowtide.strategies.numerics.callee import added
 from lowtide.strategies.numerics.kernels import kernel
 
 class {name}(NamedTuple):
@@ -16,44 +21,47 @@ class {name}(NamedTuple):
 
 @kernel
 def total(record):
-    return record.values.sum() + {more}
+    return record.values.sum() + added()
 
 print(total({name}(np.ones(3))))
 """
+CALLEE = """
+from lowtide.strategies.numerics.kernels import kernel_part
+
+@kernel_part
+def added():
+    return {more}
+"""
 
 
-def test_a_record_that_got_another_name_is_compiled_anew(tmp_path: Path) -> None:
-    for name, more in (("Before", 0), ("After", 1), ("After", 1)):
-        (tmp_path / "module.py").write_text(MODULE.format(name=name, more=more))
+def test_a_record_with_another_name_and_a_part_changed_in_another_file_are_compiled_anew(tmp_path: Path) -> None:
+    """A copy of two modules of the package: a kernel of the one takes a record, and calls a part in the other."""
+    numerics = tmp_path / "lowtide" / "strategies" / "numerics"
+    numerics.mkdir(parents=True)
+    (numerics / "kernels.py").write_text(Path(kernels.__file__).read_text())
+    for package in (numerics, numerics.parent, numerics.parent.parent):
+        (package / "__init__.py").touch()
+    for name, more in (("Before", 0), ("After", 0), ("After", 1)):
+        (numerics.parent / "caller.py").write_text(CALLER.format(name=name))
+        (numerics / "callee.py").write_text(CALLEE.format(more=more))
+        environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", "import module"], cwd=tmp_path, capture_output=True, text=True, check=False
+            [sys.executable, "-P", "-c", "import lowtide.strategies.caller"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
         )
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) == 3 + more
+    assert list((numerics.parent / "__pycache__").glob("caller.total*.nbi"))
 
 
-def test_a_function_whose_callee_changed_in_another_file_is_compiled_anew(tmp_path: Path) -> None:
-    """A copy of two modules of the package: the one calls a kernel of the other."""
-    strategies = tmp_path / "lowtide" / "strategies"
-    strategies.mkdir(parents=True)
-    source = Path(kernels.__file__)
-    (strategies / "numerics").mkdir()
-    (strategies / "numerics" / "kernels.py").write_text(source.read_text())
-    for package in (strategies / "numerics", strategies, strategies.parent):
-        (package / "__init__.py").touch()
-    (strategies / "caller.py").write_text(
-        "from lowtide.strategies.numerics.kernels import kernel\n"
-        "from lowtide.strategies.numerics.callee import inner\n"
-        "@kernel\ndef outer(x):\n    return inner(x)\n"
-    )
-    for more in (1, 2):
-        (strategies / "numerics" / "callee.py").write_text(
-            f"from lowtide.strategies.numerics.kernels import kernel\n@kernel\ndef inner(x):\n    return x + {more}\n"
-        )
-        program = "from lowtide.strategies.caller import outer; print(outer(5))"
-        environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout) == 5 + more
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_rows_are_sorted_as_by_a_stable_sort(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    for size in (*range(10), 16, 17, 100):
+        values = rng.integers(0, 1 + size // 2, size).astype(dtype)
+        rows = rng.permutation(size)
+        assert sorted_rows(rows, values).tolist() == rows[np.argsort(values[rows], kind="stable")].tolist()
+        assert sorted_rows(np.arange(size), values).tolist() == np.argsort(values, kind="stable").tolist()

@@ -24,7 +24,7 @@ from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
-from lowtide.runtime.transfer.cargo import Tier
+from lowtide.runtime.transfer.cargo import Mirror, Tier
 from lowtide.schedule import Schedule
 
 CallHandler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -47,6 +47,7 @@ class Execution:
         optimizer: whose state the schedule moves, and who updates weights that it moves.
         is_trial: where the schedule updates weights in backward, leave that out: gradients are freed, weights stay the
             same.
+        homes: as for `Weights`, whose weights are on the lower tier before and after.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Execution:
         checks: Checks = Checks.SPOT,
         optimizer: torch.optim.Optimizer | None = None,
         is_trial: bool = False,
+        homes: dict[int, Mirror] | None = None,
     ) -> None:
         self.split = split
         self.schedule = schedule
@@ -81,7 +83,8 @@ class Execution:
         self._interception = Interception(model, layout.units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
-        self.weights = weights_of(model, split, tier, optimizer) if program.placement is not None else None
+        is_moved = program.placement is not None
+        self.weights = weights_of(model, split, tier, optimizer, homes) if is_moved else None
         self.machine = Machine(
             model,
             coarse.split,

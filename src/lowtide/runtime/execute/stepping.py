@@ -23,7 +23,7 @@ from lowtide.runtime.execute.program import Placement
 from lowtide.runtime.execute.weights import Spent, Weights, has_other_names, is_whole
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.tape import versions_of
-from lowtide.runtime.transfer.cargo import Tier
+from lowtide.runtime.transfer.cargo import Mirror, Tier
 from lowtide.schedule import Update
 
 
@@ -56,20 +56,28 @@ def _check_is_alone() -> None:
         )
 
 
-def weights_of(model: nn.Module, split: Split, tier: Tier, optimizer: torch.optim.Optimizer | None) -> Weights:
-    """What a schedule may move besides activations.
+def weights_of(
+    model: nn.Module,
+    split: Split,
+    tier: Tier,
+    optimizer: torch.optim.Optimizer | None,
+    homes: dict[int, Mirror] | None = None,
+) -> Weights:
+    """What a schedule may move besides activations; `homes` as for `Weights`.
 
     Raises:
         PlanError: where weights of this model cannot be moved.
     """
     check_can_move(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return Weights(tier, movable_parameters(model, split, tier.smallest_bytes), names, optimizer)
+    return Weights(tier, movable_parameters(model, split, tier.smallest_bytes, homes or ()), names, optimizer, homes)
 
 
-def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> dict[int, list[nn.Parameter]]:
+def movable_parameters(
+    model: nn.Module, split: Split, smallest_bytes: int, homes: Collection[int] = ()
+) -> dict[int, list[nn.Parameter]]:
     """The parameters of each stage that are in no other stage's modules, and all of their memory; smaller ones than
-    `smallest_bytes` stay.
+    `smallest_bytes` stay. `homes` are the storages, by address, that are places on the lower tier.
     """
     by_stage: dict[int, list[nn.Parameter]] = {k: [] for k in range(1, split.num_stages + 1)}
     stages: dict[int, set[int]] = {}
@@ -93,6 +101,8 @@ def movable_parameters(model: nn.Module, split: Split, smallest_bytes: int) -> d
         is_own = len(stages[id(parameter)]) == 1 and id(parameter) not in outside
         is_own = is_own and parameter.numel() * parameter.element_size() >= smallest_bytes
         is_own = is_own and is_whole(parameter) and num_in_storage[parameter.untyped_storage()._cdata] == 1
+        if parameter.layout is torch.strided and parameter.untyped_storage()._cdata in homes:
+            return is_own
         # Memory that a file, numpy or another library gave has names that nobody can count.
         return is_own and parameter.untyped_storage().resizable() and not has_other_names(parameter)
 

@@ -212,6 +212,7 @@ class Parked:
             if item is None or item.tensor is not tensor:
                 item = None  # what it held does not count as a name for its place
                 item = _Item(tensor, self._place_of(key, tensor))
+                self.is_away |= not item.is_there
             self._items[key] = item
         return list(self._items.values())
 
@@ -426,6 +427,8 @@ class Weights:
         parameters: of each stage, by its number: those that no other stage reads.
         names: of the parameters, by id.
         optimizer: whose state moves; None: nobody's.
+        homes: places on the tier that weights and optimizer state are in from the beginning, and to which they go back
+            in the end, by the address of the storage; None: they have device memory.
     """
 
     def __init__(
@@ -434,10 +437,12 @@ class Weights:
         parameters: Mapping[int, Sequence[nn.Parameter]],
         names: Mapping[int, str],
         optimizer: torch.optim.Optimizer | None,
+        homes: dict[int, Mirror] | None = None,
     ) -> None:
         self._tier = tier
+        self._homes = homes
         self._names: Mapping[Any, str] = names
-        self._adopted: dict[int, Mirror] = {}
+        self._adopted: dict[int, Mirror] = {**(homes or {})}
         self.parameters = parameters
         self.optimizer = optimizer
         self.moved_bytes = 0
@@ -635,13 +640,36 @@ class Weights:
             value.give_up_places()
         self._adopted.clear()
 
+    def visit(self, k: int) -> int:
+        """Have the weights of stage k on the device, and of no other stage; returns the bytes of all that are there."""
+        own = {j: self._values["w", j] for j in self.parameters}
+        for j, value in own.items():
+            if j != k and value.is_there:
+                self._leave(value)
+        if k in own:
+            self._fetch(own[k])
+        items = (item for value in own.values() for item in value.items)
+        return sum(item.tensor.nbytes for item in items if item.is_there)
+
+    @property
+    def home_bytes(self) -> int:
+        """The bytes of what is on the lower tier from the beginning."""
+        return sum(mirror.tensor.nbytes for mirror in (self._homes or {}).values())
+
     def bring_back(self) -> None:
-        """Have everything on the device, for good.
+        """Have everything where it was in the beginning, for good: on the device, or at home on the lower tier.
 
         Raises:
             ExecutionError: where the device has no room; what is left on the host stays usable there.
         """
         self._stand_ins.clear()
+        if self._homes is not None:
+            self.settle((), fetch=False)
+            self._tier.finish()
+            self._homes.clear()  # state may be other tensors by now
+            for (kind, _), value in self._values.items():
+                self._homes.update(value.homes() if kind != "g" else {})
+            return
         num_bound = sum(value.bind() for value in self._values.values())
         try:
             for value in self._values.values():

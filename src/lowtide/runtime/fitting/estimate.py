@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import StageNames, check_arguments
 from lowtide.runtime.measure.cards import Card, find_card
-from lowtide.runtime.measure.counting import counting
+from lowtide.runtime.measure.counting import counting, without_data
 from lowtide.runtime.measure.measure import capture_and_measure
 from lowtide.runtime.measure.weights import Optimizer
 from lowtide.solve import Solution, solve
@@ -160,19 +159,6 @@ def estimate(
         if solution is not None:
             break
     return min(found, key=lambda each: each.minimum_bytes)
-
-
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers have shapes but no data; the model itself if it has none."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
-        return model
-    known: dict[int, Any] = {}  # what `deepcopy` takes for each tensor, so that it copies none
-    for tensor in tensors:
-        empty = tensor.detach().to("meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, known)
 
 
 def _least_bytes(chain: Chain, bandwidth: int) -> int:

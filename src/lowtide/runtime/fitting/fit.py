@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,15 +21,17 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
+from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
+from lowtide.runtime.fitting.placing import Placed, device_to_use, move
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import Optimizer, trains, unwrapped
-from lowtide.runtime.meter import settled
+from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, trains, unwrapped
+from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for
+from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for, tier_on
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
@@ -38,6 +41,7 @@ from lowtide.runtime.transfer.cargo import Tier
 from lowtide.strategies.base import AUTO, find
 from lowtide.units import (
     format_bandwidth,
+    format_bytes,
     is_unlikely_bandwidth,
     parse_bandwidth,
     parse_budget,
@@ -61,6 +65,7 @@ def fit(
     stages: StageNames | None = None,
     grads_resident: bool = False,
     step_in_backward: bool = False,
+    device: str | torch.device | None = None,
     keeps_result: bool = True,
     compile_stages: bool | Mapping[str, Any] = False,
     variants: bool | str = True,
@@ -77,7 +82,7 @@ def fit(
     are planned for when they come, which takes as long as this call.
 
     Args:
-        model: the model, on the device where it is trained; the object stays the same.
+        model: the model, on the device where it is trained, or on the CPU (see `device`); the object stays the same.
         sample: a batch as in training: a tensor, a tuple of positional or a dict of keyword arguments; or
             your DataLoader: the largest of its first batches counts, and no random generator moves.
         memory_budget: bytes of everything that a training step allocates on the device: parameters, gradients,
@@ -88,13 +93,16 @@ def fit(
             the schedule needs is taken.
         optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state. With
             the optimizer itself, weights, gradients and optimizer state live on the host and are fetched when they are
-            needed, where nothing else stays within the budget; on CUDA so far only with `strategy="joint"`.
+            needed, where nothing else stays within the budget.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.
         step_in_backward: update the weights of each stage right after its backward, which hides copies behind the rest
             of backward; your loop calls `optimizer.step()` as ever. Gradients cannot be clipped, scaled or accumulated
             then. Only where weights move.
+        device: where to train, for a model that is still on the CPU: it is moved there, and its optimizer's state with
+            it. Where weights, gradients and optimizer state take more than the budget, weights go to host memory
+            and visit the device, which never has the model as a whole. None: where the model is.
         keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
             only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
@@ -137,12 +145,12 @@ def fit(
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
-    device = device_of(model)
+    used = device_of(model) if device is None else device_to_use(model, device)
     settings = Settings(
-        memory_budget=device_budget(device) if memory_budget is None else parse_budget(memory_budget),
+        memory_budget=device_budget(used) if memory_budget is None else parse_budget(memory_budget),
         strategy=strategy,
-        bandwidth=measured_bandwidth(device) if bandwidth is None else _given_bandwidth(bandwidth),
-        host_memory_budget=host_budget(device) if host_memory_budget is None else parse_bytes(host_memory_budget),
+        bandwidth=measured_bandwidth(used) if bandwidth is None else _given_bandwidth(bandwidth),
+        host_memory_budget=host_budget(used) if host_memory_budget is None else parse_bytes(host_memory_budget),
         optimizer=_ASSUMED_OPTIMIZER if optimizer is None else unwrapped(optimizer),
         loss=loss,
         stages=stages,
@@ -156,20 +164,51 @@ def fit(
         measures_link=bandwidth is None,
         step_in_backward=step_in_backward,
         may_move=isinstance(unwrapped(optimizer), torch.optim.Optimizer),
-        cuda_graphs=_graphs(cuda_graphs, device),
+        cuda_graphs=_graphs(cuda_graphs, used),
     )
     called = Sample.of(sample_from(model, sample))
+    if device is not None:
+        called = called.on(used)
+    goes_to = None if device is None else used
     if settings.progress is None and (not is_distributed() or is_first()):
         with DelayedProgress(enabled=progress is not False, always=progress is True) as shown_progress:
-            return _attached(model, called, replace(settings, progress=shown_progress), replan=replan)
-    return _attached(model, called, settings, replan=replan)
+            return _attached(model, called, replace(settings, progress=shown_progress), goes_to, replan=replan)
+    return _attached(model, called, settings, goes_to, replan=replan)
 
 
-def _attached(model: nn.Module, called: Sample, settings: Settings, *, replan: bool) -> Plan:
-    planner = _Fitting(model, settings)
-    if not is_distributed():
-        return Plan(model, planner.part(called), planner, replan=replan)
-    return _shared(planner, called, model)
+def _attached(
+    model: nn.Module, called: Sample, settings: Settings, goes_to: torch.device | None, *, replan: bool
+) -> Plan:
+    planner = _Fitting(model, settings, goes_to)
+    try:
+        if not is_distributed():
+            return Plan(model, planner.part(called), planner, replan=replan)
+        return _shared(planner, called, model)
+    except BaseException:
+        planner.remove()
+        raise
+
+
+def _placed(model: nn.Module, settings: Settings, device: torch.device) -> Placed | None:
+    """Have a model that is on the CPU on a device; where the budget has no room for what belongs to its weights, on the
+    device's lower tier, which is returned.
+
+    Raises:
+        PlanError: where it has to be there, and cannot.
+    """
+    resident = resident_bytes(model, settings.optimizer)
+    if resident + _others_bytes(model, settings, device) <= settings.memory_budget:
+        move(model, settings.optimizer, device)
+        return None
+    reason = why_not(model, settings)
+    if reason:
+        raise PlanError(
+            f"weights, gradients and optimizer state of this model take {format_bytes(resident)}, which is more than "
+            f"the budget of {format_bytes(settings.memory_budget)}, and they cannot live on the host: {reason}"
+        )
+    assert isinstance(settings.optimizer, torch.optim.Optimizer)
+    tier = tier_on(device, settings.host_memory_budget, progress=settings.progress)
+    return Placed(model, settings.optimizer, device, tier, settings.progress)
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:
@@ -219,14 +258,29 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
     return Compilation(options, DEFAULT_BUDGETS if variants else ())
 
 
+def _others_bytes(model: nn.Module, settings: Settings, device: torch.device) -> int:
+    """What is on a device besides a model, which a budget counts, too."""
+    gc.collect()
+    with Meter(device) as meter:
+        live_bytes = meter.live_bytes
+    if device != device_of(model):
+        return live_bytes
+    own = existing_state_bytes(model, settings.optimizer) + sum(parameter.nbytes for parameter in model.parameters())
+    return max(0, live_bytes - own)
+
+
 class _Fitting:
     """One `fit`: makes the first part of a plan, and is its planner afterwards."""
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, goes_to: torch.device | None = None) -> None:
         self._model = model
+        self._moved = goes_to is not None and goes_to != device_of(model)  # to the device, and back in the end
+        self._placed = None if goes_to is None else _placed(model, settings, goes_to)
+        if self._placed is not None:
+            settings = replace(settings, strategy=STRATEGY, placed=self._placed)
         self.settings = settings
         self._device = device_of(model)
-        self._tier: Tier | None = None
+        self._tier: Tier | None = None if self._placed is None else self._placed.tier
         """Where weights are: what one schedule has on the host another goes on with, and room is pinned once."""
         self._compiled: list[CompiledStages] = []
         self._pool: Pool | None = None
@@ -246,7 +300,7 @@ class _Fitting:
                 "parameters are results of other operations (functional_call), whose graph trial steps would use up; "
                 "call fit with the model's own parameters"
             )
-        self.remove()
+        self._remove_compiled()
         settings = settings or self.settings
         if self._planned and not trains(settings.optimizer, self._model):  # its parameters were replaced since
             settings = replace(settings, optimizer=_ASSUMED_OPTIMIZER)
@@ -256,7 +310,8 @@ class _Fitting:
                     self._model.train()  # else parts that are kept in eval() stay so, as in the user's steps
                 apart = _apart(sample)
                 refuse_an_empty_batch(apart)
-                draw_the_fullest(self._model, apart)
+                if self._placed is None:  # else a forward reads all weights over the link
+                    draw_the_fullest(self._model, apart)
                 tier = self._tier or tier_for(self._model, settings.host_memory_budget, progress=settings.progress)
                 planned, compiled = plan_for(self._model, apart, settings, tier=tier, after=after, goes_on=goes_on)
         except BaseException:
@@ -296,7 +351,15 @@ class _Fitting:
         return Signature.of(args, kwargs, self._device.type, trained_of(self._model.parameters()))
 
     def remove(self) -> None:
-        """Take compiled stages out of the model."""
+        """Take compiled stages out of the model, and have it on the CPU again if it came from there."""
+        self._remove_compiled()
+        if self._placed is not None:
+            self._placed.take_back()
+        elif self._moved:
+            move(self._model, self.settings.optimizer, torch.device("cpu"))
+        self._placed, self._moved = None, False
+
+    def _remove_compiled(self) -> None:
         for compiled in self._compiled:
             compiled.remove()
 

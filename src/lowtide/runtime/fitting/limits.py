@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 
 import torch
+
+from lowtide.runtime.transfer.host_memory import available_host_bytes
 
 # Of what is free on the device, this share stays free: for fragmentation and for what others take meanwhile.
 _DEVICE_RESERVE = 0.1
@@ -21,15 +22,11 @@ def device_budget(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + cached) * (1 - _DEVICE_RESERVE)) + torch.cuda.memory_allocated(device)
-    return int(_free_host_bytes() * (1 - _DEVICE_RESERVE))
+    return int(available_host_bytes() * (1 - _DEVICE_RESERVE))
 
 
 def host_budget(device: torch.device) -> int:
     """The default limit of the lower tier: host memory for CUDA, the temporary folder for the CPU."""
     if device.type == "cuda":
-        return int(_free_host_bytes() * _HOST_SHARE)
+        return int(available_host_bytes() * _HOST_SHARE)
     return int(shutil.disk_usage(tempfile.gettempdir()).free * _HOST_SHARE)
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

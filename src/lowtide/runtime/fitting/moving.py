@@ -13,7 +13,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.program import as_executed
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings, with_even_times
-from lowtide.runtime.measure.weights import optimizer_state_bytes, update_figures, updates_of
+from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, update_figures, updates_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import check_steps_alone, device_of, host_bytes
 from lowtide.runtime.transfer.arena import rounded
@@ -75,6 +75,8 @@ def why_not(model: nn.Module, settings: Settings) -> str:
         return "the optimizer itself is not known; pass it with optimizer="
     if settings.compilation is not None:
         return "stages are compiled"
+    if settings.cuda_graphs is True:
+        return "steps are to be replayed as CUDA graphs (cuda_graphs=True)"
     try:
         check_can_move(model, settings.optimizer)
         check_steps_alone(settings.optimizer)
@@ -83,10 +85,18 @@ def why_not(model: nn.Module, settings: Settings) -> str:
     return ""
 
 
+def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """What weights, their gradients and the optimizer's state take."""
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    state = sum(optimizer_state_bytes(optimizer, model.parameters()).values())
+    return sum(parameter.nbytes for parameter in model.parameters()) + gradients + state
+
+
 def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Settings) -> Moving:
     """What a chain is where its weights move, with the times of the optimizer's steps."""
     smallest_bytes = (PinnedTier if device_of(model).type == "cuda" else FileTier).smallest_bytes
-    optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes)
+    homes = () if settings.placed is None else settings.placed.homes
+    optimizer, movable = settings.optimizer, movable_parameters(model, split, smallest_bytes, homes)
     assert isinstance(optimizer, torch.optim.Optimizer)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())
     moved = {k: frozenset(map(id, own)) for k, own in movable.items()}

@@ -12,6 +12,7 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import StageNames
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.checks import Checks
+from lowtide.runtime.fitting.placing import Placed
 from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.plan.attach import host_bytes
 from lowtide.solve import Solution, solve
@@ -49,6 +50,8 @@ class Settings:
     """Weights may move where nothing else stays within the budget: their optimizer was given."""
     cuda_graphs: bool | str = False
     """Replay steps as CUDA graphs; `"auto"`: where a trial shows that they are faster."""
+    placed: Placed | None = None
+    """The model's weights are on the lower tier."""
     finer_than: int = 0
     """Cut inside blocks, too, into more stages than so many; 0: do not."""
 

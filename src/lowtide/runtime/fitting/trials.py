@@ -22,6 +22,7 @@ from lowtide.runtime.fitting.moving import (
     host_bytes_of,
     joint_solution,
     moving_chain,
+    resident_bytes,
     why_not,
 )
 from lowtide.runtime.fitting.planning import (
@@ -95,7 +96,8 @@ class Planned:
         schedule = self.solution.schedule
         needed = host_bytes(self.chain, schedule)
         needed += 0 if self.moving is None else host_bytes_of(self.moving, self.solution)
-        self.tier.expect(needed)
+        placed = settings.placed
+        self.tier.expect(max(0, needed - (0 if placed is None else placed.num_bytes)))
         optimizer = settings.optimizer if isinstance(settings.optimizer, torch.optim.Optimizer) else None
         execution = Execution(
             model,
@@ -106,6 +108,7 @@ class Planned:
             checks=settings.checks,
             optimizer=optimizer,
             is_trial=is_trial,
+            homes=None if placed is None else placed.homes,
         )
         if is_trial and self.moving is not None and execution.weights is not None:
             execution.weights.stand_in(self.moving.state_bytes)
@@ -158,6 +161,15 @@ def plan_for(
         InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
     may_move = settings.may_move and settings.strategy == AUTO and not why_not(model, settings)
+    resident = resident_bytes(model, settings.optimizer) if may_move else 0
+    if resident > settings.memory_budget:  # nothing else is worth a trial
+        moving = replace(settings, strategy=STRATEGY)
+        try:
+            planned, compiled = plan_for(model, sample, moving, tier=tier, after=after, goes_on=goes_on)
+            return _explained(planned, resident), compiled
+        except InfeasibleBudgetError as error:
+            if error.minimum_bytes > settings.memory_budget:  # else host memory is short: what works without it?
+                raise
     of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     measured: list[tuple[Split, Chain]] = []
     refused: list[tuple[int, str]] = []
@@ -207,7 +219,8 @@ def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetErr
 
 def _explained(planned: Planned, least: int) -> Planned:
     """A plan that says why weights move."""
-    note = f"with all weights and optimizer state on the device this model needs {format_bytes(least)}; so they move"
+    needed = f"{format_bytes(least)} at the least"
+    note = f"with all weights and optimizer state on the device this model needs {needed}; so they move"
     return replace(planned, notes=(note, *planned.notes))
 
 
@@ -264,6 +277,7 @@ def measured_for(
                 allow_rounding=settings.allow_rounding,
                 of_kind=of_kind,
                 is_replayed=settings.cuda_graphs is True,
+                visits=None if settings.placed is None else settings.placed.visits(split),
                 moves_side_values=compiled is None and settings.cuda_graphs is False,
             )
         except BaseException:
@@ -282,6 +296,7 @@ def measured_for(
         loss=settings.loss,
         blocks=compilation is not None,
         finer=settings.finer_than > 0,
+        without_running=settings.placed is not None,
     )
 
 

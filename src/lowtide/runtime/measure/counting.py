@@ -11,21 +11,30 @@ are answered here instead:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lowtide.runtime.measure.cards import Card
+from lowtide.errors import LowtideError
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.measure.cards import Card, find_card
+from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.model.split import Split
 
 # Flash attention takes 16-bit numbers and heads up to this width.
 _WIDEST_FLASH_HEAD = 256
+
+# Where no time is asked for, any will do.
+_ANY_CARD = "a100"
 
 _COMPARISONS = frozenset((torch.ops.aten.equal.default, torch.ops.aten.allclose.default))
 _READS = _COMPARISONS | {torch.ops.aten._local_scalar_dense.default}
@@ -122,3 +131,35 @@ def counting(card: Card) -> Iterator[Counter]:
 def current_counter() -> Counter | None:
     """The innermost counter."""
     return _counters[-1] if _counters else None
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers have shapes but no data; the model itself if it has none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return model
+    known: dict[int, Any] = {}  # what `deepcopy` takes for each tensor, so that it copies none
+    for tensor in tensors:
+        empty = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, known)
+
+
+def capture_without_data(
+    model: nn.Module, sample: Any, *, loss: Callable[[Any], Any] | None = None, **options: Any
+) -> Split:
+    """As `capture`, by shapes alone; where that does not work, by running the model with its weights where they are.
+
+    A loss may have data of its own, such as labels: then the model is captured without it.
+    """
+    empty, called = without_data(model), Sample.of(sample)
+    given = (called.args, dict(called.kwargs))
+    shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta").requires_grad_(tensor.requires_grad), given)
+    for tried in dict.fromkeys((loss, None)):
+        try:
+            with counting(find_card(_ANY_CARD)):
+                return capture(empty, Sample(*shapes), loss=tried, **options)
+        except (LowtideError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            continue
+    return capture(model, sample, loss=loss, **options)

@@ -63,14 +63,15 @@ def measured_stages(
     keeps_result: bool = True,
     allow_rounding: bool = False,
     of_kind: dict[str, StageFigures] | None = None,
+    visit: Callable[[int], int] | None = None,
 ) -> tuple[list[StageFigures], list[Skipping]]:
     """The figures of each stage, and what skips stages.
 
-    `of_kind` has the figures of kinds that were measured before, and is given the others.
+    `of_kind` has the figures of kinds that were measured before, and is given the others; `visit` as for `StagedModel`.
     """
     if compiled is not None and progress is not None:
         progress("compiling blocks", 0.0)
-    staged = _recorded(model, split, sample, loss, device)
+    staged = _recorded(model, split, sample, loss, device, visit)
     measurer = Measurer(staged, device, keeps_result=keeps_result)
     figures: list[StageFigures] = []
     of_kind = {} if of_kind is None else of_kind
@@ -102,11 +103,16 @@ def _report(progress: Progress | None, stage: str, k: int, num_stages: int, vari
 
 
 def _recorded(
-    model: nn.Module, split: Split, sample: Sample, loss: Callable[[Any], Any] | None, device: torch.device
+    model: nn.Module,
+    split: Split,
+    sample: Sample,
+    loss: Callable[[Any], Any] | None,
+    device: torch.device,
+    visit: Callable[[int], int] | None,
 ) -> StagedModel:
     if device.type == "cuda":  # what the first run of all makes and keeps, such as workspaces, is not a stage's
-        StagedModel(model, split, sample, loss).record()
-    staged = StagedModel(model, split, sample, loss)
+        StagedModel(model, split, sample, loss, visit).record()
+    staged = StagedModel(model, split, sample, loss, visit)
     with Meter(device, search=False) as meter:
         for tensor in (*model.parameters(), *model.buffers(), *sample.tensors()):
             meter.see(tensor)

@@ -29,7 +29,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from lowtide.errors import CaptureError
 from lowtide.runtime.capture.capture import StageNames, capture, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import CompiledStages
 from lowtide.runtime.measure.backward import wait_for_autograd
+from lowtide.runtime.measure.counting import capture_without_data
 from lowtide.runtime.measure.figures import Progress, measured_stages
 from lowtide.runtime.measure.overhead import stage_overhead
 from lowtide.runtime.measure.sides import with_side_values
@@ -63,6 +64,17 @@ from lowtide.runtime.state.preserve import preserved
 _MOST_ATTEMPTS = 8
 
 Result = TypeVar("Result")
+
+
+class Visits(Protocol):
+    """Weights that are on the lower tier, and visit the device."""
+
+    @property
+    def home_bytes(self) -> int:
+        """The bytes of what is on the lower tier, optimizer state included."""
+
+    def visit(self, k: int) -> int:
+        """Have those of stage k on the device, and of no other stage; returns the bytes of all that are there."""
 
 
 def measure(
@@ -150,14 +162,17 @@ def capture_for(
     loss: Callable[[Any], Any] | None = None,
     blocks: bool = False,
     finer: bool = False,
+    without_running: bool = False,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
-    If a stage does something else when it is recomputed, the model is cut less finely there.
+    If a stage does something else when it is recomputed, the model is cut less finely there. With `without_running`,
+    the model is captured by its shapes alone where that works.
     """
     closed: frozenset[str] = frozenset()
+    captured = capture_without_data if without_running else capture
     for _ in range(_MOST_ATTEMPTS):
-        split = capture(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
+        split = captured(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:
@@ -201,6 +216,7 @@ def measure_split(
     allow_rounding: bool = False,
     of_kind: dict[str, StageFigures] | None = None,
     is_replayed: bool = False,
+    visits: Visits | None = None,
     moves_side_values: bool = True,
 ) -> Chain:
     """Measure a model that has been captured; arguments as for `measure`.
@@ -210,11 +226,14 @@ def measure_split(
 
     With `compiled`, its variants are measured too, those that compute the same as the stage itself (up to rounding,
     where that is allowed). Stages of kinds that are in `of_kind` were measured before, in another split of the same
-    model; the others are added to it.
+    model; the others are added to it. With `visits`, weights are on the lower tier, and on the device while their stage
+    runs.
     """
     called = Sample.of(sample)
     device = device_of(model, called)
     state_bytes = optimizer_state_bytes(optimizer, model.parameters())  # before anything is run: it may refuse
+    if visits is not None:
+        visits.visit(0)
     gc.collect()
     with Meter(device) as meter:
         start_bytes = meter.live_bytes
@@ -230,16 +249,20 @@ def measure_split(
             keeps_result=keeps_result,
             allow_rounding=allow_rounding,
             of_kind=of_kind,
+            visit=None if visits is None else visits.visit,
         )
         overhead = overhead_on(device)
-    gc.collect()  # recordings refer to themselves
-    wait_for_autograd(device)
+        gc.collect()  # recordings refer to themselves
+        wait_for_autograd(device)
+        if visits is not None:
+            visits.visit(0)
     kept_bytes = torch.cuda.memory_allocated(device) - start_bytes if device.type == "cuda" else 0
     if moves_activations:  # an input that goes by itself cannot be told from one that is moved away
         figures = [figure.with_input_saved() for figure in figures]
     readers = {parameter: k for k, f in enumerate(figures, start=1) for parameter in f.parameters}
     weights, outside = stage_weights(model, split, readers, state_bytes)
     there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
+    there_bytes -= 0 if visits is None else visits.home_bytes
     base_bytes = start_bytes - there_bytes + kept_bytes + outside.weight_grad_bytes
     if not moves_side_values or any(map(is_compiled, model.modules())):  # what compiled code reads is not seen
         skipping = [replace(each, stays=True) for each in skipping]

@@ -43,11 +43,20 @@ class StagedModel:
         split: its stages.
         sample: what to call it with.
         loss: what the caller computes from its result; it becomes part of the last stage.
+        visit: where weights are on the lower tier, has those of a stage on the device and of no other, and returns
+            the bytes of all that are there.
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, sample: Sample, loss: Callable[[Any], Any] | None = None
+        self,
+        model: nn.Module,
+        split: Split,
+        sample: Sample,
+        loss: Callable[[Any], Any] | None = None,
+        visit: Callable[[int], int] | None = None,
     ) -> None:
+        self._visit = visit
+        self._visiting_bytes = 0
         self.model = model
         self.split = split
         self.num_stages = split.num_stages
@@ -61,8 +70,9 @@ class StagedModel:
         self._inputs: list[list[torch.Tensor]] = []
         self._saved_again: dict[int, list[torch.Tensor]] = {}
         self._meter: Meter | None = None
+        self._start_bytes = 0  # before the first call of the last stage so far
         self.first_start_bytes: list[int] = []
-        """What was there before the first call of each stage in the model's own run."""
+        """What was there before the first call of each stage in the model's own run, without weights that visit."""
         self.first_alive: list[dict[Origin, tuple[int, int]]] = []
         """The tensors that were alive then, without those of the stage just before: the addresses and the sizes of
         their storages."""
@@ -116,11 +126,17 @@ class StagedModel:
         self._stage = k
         self._state.begin(k)
         self._random.append(self._generators.state())
+        self._have_weights(k)
+
+    def _have_weights(self, k: int) -> None:
+        if self._visit is not None:
+            self._visiting_bytes = self._visit(k)
 
     def _note_start(self) -> None:
         if self._meter is not None:
             self._meter.reset_peak()
-            self.first_start_bytes.append(self._meter.live_bytes)
+            self._start_bytes = self._meter.live_bytes
+            self.first_start_bytes.append(self._start_bytes - self._visiting_bytes)
             self.first_alive.append(dict(self._alive_before(self._stage - 1)))
 
     def _alive_before(self, end: int) -> Iterator[tuple[Origin, tuple[int, int]]]:
@@ -136,7 +152,7 @@ class StagedModel:
         if len(self.first_start_bytes) < self._stage:  # a stage without calls
             self._note_start()
         if self._meter is not None:
-            self.first_peak_bytes.append(self._meter.peak_bytes - self.first_start_bytes[-1])
+            self.first_peak_bytes.append(self._meter.peak_bytes - self._start_bytes)
 
     def _pack(self, tensor: torch.Tensor) -> tuple[int, int] | torch.Tensor:
         self._saved[self._stage].append((tensor.shape, tensor.dtype))
@@ -229,6 +245,7 @@ class StagedModel:
         if repeat_random:
             self._generators.set(self._random[k - 1])
             self._state.put_back(k)
+        self._have_weights(k)
         try:
             with torch.enable_grad():
                 return self.stage(k).run_all(inputs)

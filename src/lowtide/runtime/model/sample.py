@@ -65,6 +65,15 @@ class Sample:
         """The same call with more keyword arguments, instead of those of the caller that have the same names."""
         return Sample(self.args, {**self.kwargs, **keywords})
 
+    def on(self, device: torch.device) -> Sample:
+        """The same call with its tensors on a device."""
+
+        def encode(tensor: torch.Tensor) -> Held:
+            return Held(tensor.detach().to(device).requires_grad_(tensor.requires_grad))
+
+        args, kwargs = build(template((self.args, dict(self.kwargs)), encode), [])
+        return Sample(args, kwargs)
+
     def call(self, model: torch.nn.Module) -> Any:
         """Call the model with new containers each time, because some models take values out of them.
 

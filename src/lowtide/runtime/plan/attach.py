@@ -30,6 +30,9 @@ from lowtide.simulate import simulate
 from lowtide.solve import Solution
 from lowtide.units import parse_bytes
 
+# A weight, its gradient and up to four tensors of optimizer state, each of which has a place that is rounded up.
+_PLACES_OF_PARAMETER = 6
+
 
 def attach(
     model: nn.Module,
@@ -79,7 +82,7 @@ def attach(
     split = split or split_for(model, chain)
     _check_has_stages(model, split)
     check_legal(schedule, split.num_stages, chain)
-    tier = tier_for(model, host_memory_budget)
+    tier = tier_for(model, host_memory_budget, expected_bytes(model, chain, schedule))
     checks = Checks.of(strict=strict, spot_checks=spot_checks)
     budget = solution.memory_budget if isinstance(solution, Solution) else None
     bandwidth = solution.bandwidth if isinstance(solution, Solution) else 0
@@ -212,11 +215,34 @@ def tier_for(
         expected_bytes: what a schedule needs there.
         progress: is told how far pinning is; None: nobody is.
     """
+    return tier_on(device_of(model), host_memory_budget, expected_bytes, progress)
+
+
+def tier_on(
+    device: torch.device,
+    host_memory_budget: int | str | None,
+    expected_bytes: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Tier:
+    """Where values on a device are offloaded to; other arguments as for `tier_for`."""
     limit = None if host_memory_budget is None else parse_bytes(host_memory_budget)
-    device = device_of(model)
     if device.type == "cuda":
         return PinnedTier(device, expected_bytes, limit, progress)
     return FileTier(expected_bytes, limit)
+
+
+def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule) -> int:
+    """What the lower tier must hold for a schedule, weights and what belongs to them included; 0: nobody knows."""
+    if chain is None:
+        return 0
+    leaving = {operation.value for operation in schedule.operations if isinstance(operation, Offload | Release)}
+    sizes: list[int] = []
+    for kind, k in leaving:
+        if kind in ("w", "g", "opt"):
+            stage = chain.stages[k - 1]
+            sizes.append({"w": stage.weight_bytes, "g": stage.weight_grad_bytes}.get(kind, stage.optimizer_bytes))
+    rounding = _PLACES_OF_PARAMETER * rounded(1) * len(list(model.parameters())) if sizes else 0
+    return host_bytes(chain, schedule) + sum(sizes) + rounding
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:

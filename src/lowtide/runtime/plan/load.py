@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import ChainError, PlanError, ScheduleError, shown
 from lowtide.files import read_json
+from lowtide.progress import DelayedProgress
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.model.split import Split
@@ -22,8 +23,8 @@ from lowtide.runtime.plan.attach import (
     check_legal,
     check_steps_alone,
     device_of,
+    expected_bytes,
     graphs_of,
-    host_bytes,
     tier_for,
 )
 from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
@@ -38,6 +39,7 @@ def load_plan(
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     cuda_graphs: bool = False,
+    progress: Callable[[str, float], None] | bool | None = None,
 ) -> Plan:
     """Attach a plan that was saved with `plan.save`.
 
@@ -47,6 +49,8 @@ def load_plan(
         host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
         optimizer: the optimizer of all trained parameters, for a plan that moves weights.
         cuda_graphs: on CUDA, capture steps as graphs and replay them.
+        progress: called with the current task and the share done, 0 to 1: pinning host memory for weights takes
+            seconds. True: show a bar; False: do not; None: show one on a terminal, after 2 seconds.
 
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
@@ -54,9 +58,15 @@ def load_plan(
     """
     values = read_json(path, PlanError)
     try:
-        return plan_from_dict(
-            values, model, host_memory_budget=host_memory_budget, optimizer=optimizer, cuda_graphs=cuda_graphs
-        )
+        with DelayedProgress(enabled=progress is not False, always=progress is True) as bar:
+            return plan_from_dict(
+                values,
+                model,
+                host_memory_budget=host_memory_budget,
+                optimizer=optimizer,
+                cuda_graphs=cuda_graphs,
+                progress=progress if callable(progress) else bar,
+            )
     except (PlanError, ChainError, ScheduleError) as error:
         raise PlanError(f"{os.fspath(path)}: {error}") from None
 
@@ -68,6 +78,7 @@ def plan_from_dict(
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     cuda_graphs: bool = False,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
     check_is_model(model)
@@ -86,7 +97,7 @@ def plan_from_dict(
     checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])
     numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
     bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
-    tier = tier_for(model, host_memory_budget, 0 if chain is None else host_bytes(chain, schedule))
+    tier = tier_for(model, host_memory_budget, expected_bytes(model, chain, schedule), progress)
     if cuda_graphs:
         check_can_graph(device_of(model), are_moved=bool(schedule.manages))
     previous = attached_plan(model)

@@ -375,10 +375,26 @@ class Tape:
         for origin, slot in self.sides.items():
             values[slot] = sides[origin]
         with self._generators_left_alone() if self.hands_generators else nullcontext():
-            for position, entry in enumerate(self.calls):
+            position = 0
+            while position < len(self.calls):
+                position = self._run_alike(position, values)
+        return [values[self._made[number]] if number >= 0 else self.left[number]() for number in self.outputs]
+
+    def _run_alike(self, position: int, values: list[Any]) -> int:
+        """Run the calls from one on that had the same surroundings; returns the position of the next one."""
+        surroundings = self.calls[position].surroundings
+        assert surroundings is not None
+        applied = None if surroundings == Surroundings.now() else surroundings.applied()
+        with nullcontext() if applied is None else applied:
+            for entry in self.calls[position:]:
+                if entry.surroundings is not surroundings and entry.surroundings != surroundings:
+                    break
                 self._position = position
                 self._run_call(entry, values)
-        return [values[self._made[number]] if number >= 0 else self.left[number]() for number in self.outputs]
+                if applied is not None:
+                    torch.clear_autocast_cache()  # else copies of all weights would be there until the last call
+                position += 1
+        return position
 
     @contextmanager
     def _generators_left_alone(self) -> Iterator[None]:
@@ -419,13 +435,7 @@ class Tape:
             self._watch.generators.set(entry.random)
         for source, state in entry.drawn_from:
             source.set(state)
-        assert entry.surroundings is not None
-        if entry.surroundings == Surroundings.now():
-            result = entry.call(*args, **kwargs)
-        else:
-            with entry.surroundings.applied():
-                result = entry.call(*args, **kwargs)
-        made = tensors_of(result)
+        made = tensors_of(entry.call(*args, **kwargs))
         if len(made) != len(entry.results):
             raise ExecutionError(
                 f"stage {self.name!r}: {entry.name} returned {len(made)} tensors when recomputed, but "

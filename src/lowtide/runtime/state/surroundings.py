@@ -80,17 +80,14 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def now(cls) -> Surroundings:
-        """As they are for this thread; without autocast and modes, the same object each time."""
+        """As they are for this thread; without modes, the same object as long as nothing changes."""
         global _last
         switches = None
-        if not (_is_any_autocast_enabled() or _len_torch_function_stack() or _len_torch_dispatch_stack()):
-            switches = [read() for read in _SWITCHES]
+        autocast = _autocast_now() if _is_any_autocast_enabled() else _NO_AUTOCAST
+        if not (_len_torch_function_stack() or _len_torch_dispatch_stack()):
+            switches = [autocast, *[read() for read in _SWITCHES]]
             if _last is not None and switches == _last[0]:
                 return _last[1]
-        autocast = tuple(
-            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-            for device_type in _DEVICE_TYPES
-        )
         modes = _function_modes(), _dispatch_modes()
         found = cls(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled(), modes, kernels_now())
         if switches is not None:
@@ -113,7 +110,17 @@ class Surroundings(NamedTuple):
             yield
 
 
-_last: tuple[list[Any], Surroundings] | None = None  # switches without autocast and modes, and what they say
+_last: tuple[list[Any], Surroundings] | None = None  # switches without modes, and what they say
+
+
+def _autocast_now() -> tuple[torch.dtype | None, ...]:
+    """For each type of device the dtype, None where autocast is off."""
+    return tuple(
+        [torch.get_autocast_dtype(each) if torch.is_autocast_enabled(each) else None for each in _DEVICE_TYPES]
+    )
+
+
+_NO_AUTOCAST: tuple[torch.dtype | None, ...] = (None,) * len(_DEVICE_TYPES)
 
 
 def _function_modes() -> tuple[Any, ...]:

@@ -28,6 +28,9 @@ class Mirror(Protocol):
     tensor: torch.Tensor
     """That place as a tensor of the same device, shape and strides: every operation can read and write it."""
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take over what a tensor of the CPU holds, whose strides are the same."""
+
 
 class Region(Protocol):
     """Room on the lower tier for some storages; given back when the object dies."""
@@ -51,7 +54,7 @@ class Tier(Protocol):
         """Queue copies of a region up into storages on the device, as large as those that it was made of."""
 
     def mirror(self, tensor: torch.Tensor) -> Mirror:
-        """Make a place for a tensor without gaps; nothing is copied."""
+        """Make a place, on the tier's device, for a tensor without gaps; nothing is copied."""
 
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Mirror]]) -> Ticket:
         """Queue copies of tensors to their places; the tensors stay until the ticket has been waited for."""

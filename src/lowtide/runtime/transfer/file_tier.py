@@ -94,6 +94,10 @@ class _FileMirror:
         storage = exclude(memory).untyped_storage()
         self.tensor = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape, like.stride())
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take over what a tensor of the CPU holds, whose strides are the same."""
+        _fill_mirrors([(self, self.tensor.data_ptr(), tensor.data_ptr())])
+
 
 class FileTier:
     """Storages of the CPU in files.

@@ -24,6 +24,7 @@ import torch
 
 from lowtide.errors import ExecutionError, LowtideWarning
 from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
+from lowtide.runtime.transfer.host_memory import check_host_has
 from lowtide.units import format_bytes
 
 # More pinned memory than planned is needed only where shapes grow; pieces are then no smaller than this.
@@ -138,7 +139,7 @@ class _PinnedMirror:
 
     __slots__ = ("_guard", "host", "last_copy", "last_load", "tensor")
 
-    def __init__(self, guard: _Guard, slab: _Slab, room: Room, like: torch.Tensor) -> None:
+    def __init__(self, guard: _Guard, slab: _Slab, room: Room, like: torch.Tensor, device: torch.device) -> None:
         self._guard = guard
         self.last_load: _Copy | None = None
         if not slab.is_pinned:
@@ -148,11 +149,15 @@ class _PinnedMirror:
             )
         self.host = slab.bytes_at(room.offset, like.numel() * like.element_size())
         self.last_copy: _Copy | None = None
-        memory = torch.as_tensor(_Mapped(slab, room, self.host), device=like.device)
+        memory = torch.as_tensor(_Mapped(slab, room, self.host), device=device)
         assert memory.data_ptr() == self.host.data_ptr()
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
-        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        empty = torch.empty(0, dtype=like.dtype, device=device)
         self.tensor = empty.set_(memory.untyped_storage(), 0, like.shape, like.stride())
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take over what a tensor of the CPU holds, whose strides are the same."""
+        self.host.copy_(_flat_bytes(tensor))
 
     def __del__(self) -> None:
         self._guard.note(self.last_load)
@@ -254,7 +259,8 @@ class PinnedTier:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.to_host)
         current.wait_stream(self.to_device)
-        return _PinnedMirror(self._guard, *self._slabs.take(tensor.numel() * tensor.element_size()), tensor)
+        num_bytes = tensor.numel() * tensor.element_size()
+        return _PinnedMirror(self._guard, *self._slabs.take(num_bytes), tensor, self.device)
 
     def copy_down(self, pairs: Sequence[tuple[torch.Tensor, Any]]) -> _PinnedTicket:
         """Queue copies of tensors to their places, after all that the compute stream was given to do with either."""
@@ -307,13 +313,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_memory(num_bytes: int, progress: Progress | None) -> tuple[torch.Tensor, bool]:
     """Host memory, registered with CUDA; where that is refused, ordinary memory, False and one warning."""
-    try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:
-        raise ExecutionError(
-            f"the host has no {format_bytes(num_bytes)} free for offloaded values; set host_memory_budget=, or "
-            "call fit without offloading (bandwidth=0)"
-        ) from None
+    check_host_has(num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = _filled(pages, progress)
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()

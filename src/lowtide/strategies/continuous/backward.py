@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from lowtide.strategies.nested.table import Least
 from lowtide.strategies.numerics.arrays import ChainArrays, Floats, Integers
-from lowtide.strategies.numerics.kernels import fast_kernel, kernel
+from lowtide.strategies.numerics.kernels import fast_kernel_part, kernel, kernel_part
 from lowtide.strategies.slots import Slots, rounded_up
 
 Singles = NDArray[np.float32]
@@ -145,7 +145,7 @@ def _fill(chain: ChainArrays, blocks: Blocks, firsts: Integers, length: int) -> 
         _fill_row(chain, blocks, i, i + length - 1, score, shift)
 
 
-@kernel
+@kernel_part
 def _fill_row(chain: ChainArrays, blocks: Blocks, i: int, j: int, score: Singles, shift: Singles) -> None:
     unit, bandwidth = blocks.unit_bytes, blocks.bandwidth
     row = blocks.row[i, j]
@@ -199,7 +199,7 @@ def _fill_row(chain: ChainArrays, blocks: Blocks, i: int, j: int, score: Singles
     blocks.num_distinct[row] = distinct
 
 
-@kernel
+@kernel_part
 def _last_useful(
     chain: ChainArrays, blocks: Blocks, i: int, j: int, forward: float, end: int, score: Singles, shift: Singles
 ) -> int:
@@ -217,7 +217,7 @@ def _last_useful(
     return end
 
 
-@fast_kernel
+@fast_kernel_part
 def _num_better(
     score: Singles,
     shift: Singles,
@@ -240,7 +240,7 @@ def _num_better(
     return count
 
 
-@kernel
+@kernel_part
 def _try_keep(
     seconds: Singles,
     late: Singles,
@@ -265,7 +265,7 @@ def _try_keep(
             score[slot], seconds[slot], late[slot] = value, total, latest
 
 
-@kernel
+@kernel_part
 def _try_all(
     chain: ChainArrays,
     blocks: Blocks,
@@ -315,7 +315,7 @@ class BlockRow(NamedTuple):
     slots_per_byte: float
 
 
-@kernel
+@kernel_part
 def block_row(blocks: Blocks, i: int, j: int) -> BlockRow:
     """The table of i..j; without a row in the table, one of no slots."""
     row = blocks.row[i, j]
@@ -332,7 +332,7 @@ def block_row(blocks: Blocks, i: int, j: int) -> BlockRow:
     )
 
 
-@kernel
+@kernel_part
 def row_seconds(block: BlockRow, room: int, arriving: float) -> float:
     """C_Δ(i, j, A, Δ) with `room` = M - A and `arriving` = Δ, as far as the table knows; inf: no room."""
     if room < block.least_bytes:
@@ -348,7 +348,7 @@ def row_seconds(block: BlockRow, room: int, arriving: float) -> float:
     return best
 
 
-@kernel
+@kernel_part
 def block_seconds(blocks: Blocks, i: int, j: int, room: int, arriving: float) -> float:
     """The same for any sub-chain."""
     return row_seconds(block_row(blocks, i, j), room, arriving)

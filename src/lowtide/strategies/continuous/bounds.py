@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.strategies.numerics.arrays import ChainArrays, Floats, Integers
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 _NEVER = 2**62  # above the sum of any sizes a chain can have
 
@@ -193,6 +193,6 @@ def least_rest(rest: Rest, room: float, leaving: float, arriving: float) -> floa
     return max(rest.total + best, waiting)
 
 
-@kernel
+@kernel_part
 def _cost_at(extra: float, spared: float, over_f: float, over_b: float) -> float:
     return extra + max(0.0, over_f - spared) + max(0.0, over_b - spared - extra)

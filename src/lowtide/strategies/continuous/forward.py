@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from lowtide.strategies.continuous.backward import Blocks, block_row, row_seconds
 from lowtide.strategies.continuous.bounds import Bounds, least_rest, rest_of
 from lowtide.strategies.numerics.arrays import ChainArrays, Floats, Integers
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
+from lowtide.strategies.numerics.sorting import sorted_rows
 
 # Chains up to this length have few enough labels to keep all that are not dominated.
 EXACT_STAGES = 8
@@ -162,7 +163,7 @@ def search(
     return Found(pool.numbers[: pool.size[0]], pool.amounts[: pool.size[0]], ends, totals)
 
 
-@kernel
+@kernel_part
 def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
     n = chain.output.size - 1
     seconds, lead = np.zeros((n + 2, n + 2)), np.zeros((n + 2, n + 2))
@@ -183,13 +184,13 @@ def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
     return _Forwards(seconds, use, lead)
 
 
-@kernel
+@kernel_part
 def _given(chain: ChainArrays, stage: int, kind: int) -> int:
     """The bytes of a stage's input."""
     return int(chain.output[stage - 1] if kind == 0 else chain.saved[stage - 1, kind - 1])
 
 
-@kernel
+@kernel_part
 def _labels_all(work: _Work, pool: _Pool, first: Integers, stage: int, kind: int) -> _Pool:
     """Case 1: the labels of `stage` after a forward `all` of the stage before it."""
     begin, end = first[stage - 1, 0], first[stage - 1, -1]
@@ -201,7 +202,7 @@ def _labels_all(work: _Work, pool: _Pool, first: Integers, stage: int, kind: int
     return _branched(work, pool, begin, after, may_stay, _new_pool(64), stage, kind)
 
 
-@kernel
+@kernel_part
 def _labels_keep(work: _Work, pool: _Pool, first: Integers, stage: int) -> _Pool:
     """Case 2: the labels of `stage` after light forwards from any stage before it."""
     made = _new_pool(64)
@@ -216,7 +217,7 @@ def _labels_keep(work: _Work, pool: _Pool, first: Integers, stage: int) -> _Pool
     return made
 
 
-@kernel
+@kernel_part
 def _after_all(work: _Work, pool: _Pool, row: int, v: int) -> Next:
     """After a label, a forward `all` in variant v and its backward; the time is inf where they do not fit."""
     chain, memory, bandwidth = work.chain, work.memory, work.bandwidth
@@ -233,7 +234,7 @@ def _after_all(work: _Work, pool: _Pool, row: int, v: int) -> Next:
     return after, leaving - forward * bandwidth, arriving - backward * bandwidth
 
 
-@kernel
+@kernel_part
 def _after_keep(work: _Work, pool: _Pool, begin: int, end: int, i: int, j: int, after: Floats, may_stay: Flags) -> None:
     """After each label begin..end-1, all of stage i, light forwards i..j that are recomputed later.
 
@@ -260,7 +261,7 @@ def _after_keep(work: _Work, pool: _Pool, begin: int, end: int, i: int, j: int, 
         may_stay[row - begin] = use <= room
 
 
-@kernel
+@kernel_part
 def _branched(
     work: _Work, pool: _Pool, begin: int, after: Floats, may_stay: Flags, made: _Pool, stage: int, kind: int
 ) -> _Pool:
@@ -307,7 +308,7 @@ def _branched(
     return made
 
 
-@kernel
+@kernel_part
 def slot_of(stored: int, leaving: float, arriving: float, per_slot: float, num_slots: int) -> int:
     """The slot of (A, Δ_F, Δ_B); `per_slot` is in slots a byte."""
     a = min(int(stored * per_slot), num_slots)
@@ -316,7 +317,7 @@ def slot_of(stored: int, leaving: float, arriving: float, per_slot: float, num_s
     return (a * (num_slots + 1) + f) * (num_slots + 1) + b
 
 
-@kernel
+@kernel_part
 def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     """Move the labels that no other one dominates to the pool, by rising bound, as many as may be kept.
 
@@ -332,7 +333,7 @@ def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     more_stored = 0.0 if work.exact else _SAME_SLOT * work.memory / work.num_slots
     pool = _with_room(pool, min(size, most))
     begin = pool.size[0]
-    for row in np.argsort(made.amounts[:size, AT_LEAST].copy(), kind="mergesort"):
+    for row in sorted_rows(np.arange(size), made.amounts[:, AT_LEAST]):
         end = pool.size[0]
         if end - begin == most:
             break
@@ -342,7 +343,7 @@ def _keep_best(work: _Work, pool: _Pool, made: _Pool) -> _Pool:
     return pool
 
 
-@kernel
+@kernel_part
 def _dominated(made: _Pool, row: int, pool: _Pool, begin: int, end: int, more_stored: float, bandwidth: float) -> bool:
     """Whether one of the labels begin..end-1 of the pool is at least as good in every respect."""
     stored = made.numbers[row, STORED] + more_stored
@@ -356,7 +357,7 @@ def _dominated(made: _Pool, row: int, pool: _Pool, begin: int, end: int, more_st
     return False
 
 
-@kernel
+@kernel_part
 def _completed(work: _Work, pool: _Pool, begin: int, end: int) -> tuple[Integers, Floats]:
     """The loss after every label of stage n: between F_n and B_n all has to have left, and to begin to come back."""
     num_ways = work.chain.num_variants[work.chain.output.size - 1]
@@ -369,16 +370,19 @@ def _completed(work: _Work, pool: _Pool, begin: int, end: int) -> tuple[Integers
                 ends[size, 0], ends[size, 1] = row, v
                 totals[size] = seconds + (max(leaving, 0.0) + max(arriving, 0.0)) / work.bandwidth
                 size += 1
-    order = np.argsort(totals[:size], kind="mergesort")
-    return ends[order], totals[order]
+    best_ends, best_totals = np.empty((size, 2), dtype=np.int64), np.empty(size)
+    for at, row in enumerate(sorted_rows(np.arange(size), totals)):
+        best_ends[at, 0], best_ends[at, 1] = ends[row, 0], ends[row, 1]
+        best_totals[at] = totals[row]
+    return best_ends, best_totals
 
 
-@kernel
+@kernel_part
 def _new_pool(capacity: int) -> _Pool:
     return _Pool(np.zeros((capacity, 5), dtype=np.int64), np.zeros((capacity, 4)), np.zeros(1, dtype=np.int64))
 
 
-@kernel
+@kernel_part
 def _with_room(pool: _Pool, num_more: int) -> _Pool:
     """The pool, with room for so many more labels."""
     size = pool.size[0]
@@ -391,7 +395,7 @@ def _with_room(pool: _Pool, num_more: int) -> _Pool:
     return larger
 
 
-@kernel
+@kernel_part
 def _copy_label(source: _Pool, row: int, target: _Pool, at: int) -> None:
     # By element: assignments of rows take seconds to compile.
     for column in range(source.numbers.shape[1]):

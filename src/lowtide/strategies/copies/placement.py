@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
+from lowtide.strategies.numerics.sorting import sorted_rows
 
 NEVER = np.int64(2**62)  # a position after every computation
 
@@ -82,7 +83,7 @@ def place_copies(
     return best, best_offload, release, best_fetch
 
 
-@kernel
+@kernel_part
 def _releases(
     seconds: Seconds,
     excess: Positions,
@@ -136,7 +137,7 @@ def _releases(
     return True, release
 
 
-@kernel
+@kernel_part
 def _slack(excess: Positions, gaps: GapArrays, release: Positions) -> Positions:
     """The room left at each computation when every released value comes back at the last moment."""
     slack = np.empty_like(excess)
@@ -149,7 +150,7 @@ def _slack(excess: Positions, gaps: GapArrays, release: Positions) -> Positions:
     return slack
 
 
-@kernel
+@kernel_part
 def _offloads(gaps: GapArrays, release: Positions, by_release: bool) -> Positions:
     """Where each released value's copy is queued (at its first released gap): as soon as the value exists.
 
@@ -158,8 +159,8 @@ def _offloads(gaps: GapArrays, release: Positions, by_release: bool) -> Position
     offload = np.full(release.size, NEVER)
     queued = np.zeros(release.size, dtype=np.bool_)
     previous = np.int64(0)
-    order = np.argsort(release, kind="mergesort") if by_release else np.arange(release.size)
-    for gap in order:
+    order = np.arange(release.size)
+    for gap in sorted_rows(order, release) if by_release else order:
         if release[gap] < NEVER and not queued[gaps.value[gap]]:
             queued[gaps.value[gap]] = True
             offload[gap] = max(gaps.made[gap] + 1, previous)
@@ -168,7 +169,7 @@ def _offloads(gaps: GapArrays, release: Positions, by_release: bool) -> Position
     return offload
 
 
-@kernel
+@kernel_part
 def _fetches(slack: Positions, gaps: GapArrays, release: Positions, ordered: bool, earliest: int) -> Positions:
     """Where each released value is fetched: as early as memory allows, in the order of need.
 
@@ -190,7 +191,7 @@ def _fetches(slack: Positions, gaps: GapArrays, release: Positions, ordered: boo
     return fetch
 
 
-@kernel
+@kernel_part
 def run_clocks(
     seconds: Seconds,
     gaps: GapArrays,
@@ -205,9 +206,9 @@ def run_clocks(
     num_gaps = end.size
     copied = np.zeros(num_gaps)
     arrival = np.zeros(num_gaps)
-    by_release = np.argsort(release, kind="mergesort")
-    by_offload = by_release[np.argsort(offload[by_release], kind="mergesort")]
-    by_fetch = by_need[np.argsort(fetch[by_need], kind="mergesort")]
+    by_release = sorted_rows(np.arange(num_gaps), release)
+    by_offload = sorted_rows(by_release, offload)
+    by_fetch = sorted_rows(by_need, fetch)
     clock = 0.0
     to_host = 0.0
     to_device = 0.0

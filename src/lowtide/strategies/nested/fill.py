@@ -34,7 +34,7 @@ from lowtide.strategies.nested.rows import (
     opened,
     shifted,
 )
-from lowtide.strategies.numerics.kernels import fast_kernel, kernel
+from lowtide.strategies.numerics.kernels import fast_kernel_part, kernel, kernel_part
 from lowtide.strategies.slots import Slots, rounded_up
 
 # Rows of 500 float64 take 4 kB: those that 8 splits of a tile of 8 x 8 read fill half a megabyte, a second-level cache.
@@ -90,7 +90,7 @@ def _fill_tile(costs: Costs, least: Least, rows: Rows, later: Rows, unit_bytes: 
             _finish_row(costs, least, rows, later, tile, unit_bytes, s, t)
 
 
-@kernel
+@kernel_part
 def _finish_row(
     costs: Costs, least: Least, rows: Rows, later: Rows, tile: _Tile, unit_bytes: int, s: int, t: int
 ) -> None:
@@ -113,7 +113,7 @@ def _finish_row(
         closed(later, t, s)
 
 
-@kernel
+@kernel_part
 def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, t: int) -> None:
     """With how many slots the forwards before each split of s..t fit."""
     begins, i, j = tile.begins, s - tile.s_first, t - tile.t_first
@@ -127,7 +127,7 @@ def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, 
         begins[i, j, p] = begin
 
 
-@kernel
+@kernel_part
 def _try_all(
     costs: Costs, least: Least, rows: Rows, row: Seconds, work: Seconds, unit_bytes: int, s: int, t: int
 ) -> None:
@@ -148,7 +148,7 @@ def _try_all(
             row[flat - low] = min(row[flat - low], slower_as(costs, way, s, t))
 
 
-@fast_kernel
+@fast_kernel_part
 def _try_splits(
     costs: Costs,
     rows: Rows,
@@ -210,7 +210,7 @@ def _try_splits(
                     block = end + 1
 
 
-@fast_kernel
+@fast_kernel_part
 def _lower_to_sum(values: Seconds, own: int, others: Seconds, one: int, other: int, count: int, seconds: float) -> None:
     """Lower `count` values from `own` on to those from `one` on in `others` plus those from `other` on in `values`."""
     x, y, z = np.uint64(own), np.uint64(one), np.uint64(other)  # without a sign there is no counting from the end
@@ -219,7 +219,7 @@ def _lower_to_sum(values: Seconds, own: int, others: Seconds, one: int, other: i
         values[x + i] = value if value < values[x + i] else values[x + i]
 
 
-@fast_kernel
+@fast_kernel_part
 def _lower_to(values: Seconds, own: int, others: Seconds, one: int, count: int, seconds: float) -> None:
     """Lower `count` values from `own` on to those from `one` on in `others`."""
     x, y = np.uint64(own), np.uint64(one)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.strategies.nested.costs import Bytes, Costs, Seconds
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 # Above the sum of any sizes a chain can have.
 _NEVER = 2**62
@@ -58,7 +58,7 @@ def _fill(
             ample[s, t] = most
 
 
-@kernel
+@kernel_part
 def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int, t: int) -> tuple[int, float, int]:
     """What starting s..t with `all` needs at least, how much slower that is, and what the fastest schedule needs."""
     best, best_slower, most = _NEVER, np.inf, _NEVER
@@ -79,19 +79,19 @@ def _least_all(costs: Costs, least: Bytes, slower: Seconds, ample: Bytes, s: int
     return best, best_slower, most
 
 
-@kernel
+@kernel_part
 def slower_as(costs: Costs, way: int, s: int, t: int) -> float:
     """What a way of stage s takes above its fastest, at the beginning of s..t."""
     return float(costs.way_slower_last[way] if s == t else costs.way_slower[way])
 
 
-@kernel
+@kernel_part
 def beside_forward(costs: Costs, k: int, t: int) -> int:
     """What stands beside s..t during forward k."""
     return int(costs.beside[t] + costs.sides[k, t]) if costs.sides.shape[0] else int(costs.beside[t])
 
 
-@kernel
+@kernel_part
 def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
     """The peak of the forward of stage s in a way, with what stands beside s..t, and of its backward."""
     during_forward = beside_forward(costs, s, t) + costs.way_forward[way]
@@ -100,7 +100,7 @@ def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
     return int(max(during_forward, costs.way_backward[way]))
 
 
-@kernel
+@kernel_part
 def forward_peak(costs: Costs, s: int, k: int, t: int) -> int:
     """The peak of forward k on the way from s to a split of s..t; the input of s itself is not counted."""
     peak = beside_forward(costs, k, t) + int(costs.activation[k] + costs.forward_extra[k])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lowtide.strategies.nested.costs import Costs, Indices, Seconds
 from lowtide.strategies.nested.least import Least
-from lowtide.strategies.numerics.kernels import fast_kernel, kernel
+from lowtide.strategies.numerics.kernels import fast_kernel_part, kernel, kernel_part
 from lowtide.strategies.slots import rounded_down, rounded_up
 
 # Rows are stored and compared in blocks of so many slots: two cache lines of float64.
@@ -89,7 +89,7 @@ def _lay(
     return size
 
 
-@kernel
+@kernel_part
 def opened(rows: Rows, i: int, j: int) -> Seconds:
     """The stored part of row (i, j) from its lowest slot to its highest, what lies around it in its blocks set."""
     values, low, high, origin = rows.values, rows.lowest[i, j], rows.highest[i, j], rows.origin[i, j]
@@ -100,7 +100,7 @@ def opened(rows: Rows, i: int, j: int) -> Seconds:
     return values[origin + low : origin + high]
 
 
-@kernel
+@kernel_part
 def closed(rows: Rows, i: int, j: int) -> None:
     """Note the floors of row (i, j), whose values are final."""
     values, floors, origin = rows.values, rows.floors, rows.origin[i, j]
@@ -112,7 +112,7 @@ def closed(rows: Rows, i: int, j: int) -> None:
             floors[i, j, block] = values[origin + (block + 1) * BLOCK - 1] if block < end else 0.0
 
 
-@kernel
+@kernel_part
 def made_falling(row: Seconds) -> None:
     """What fits in fewer slots fits in more."""
     for i in range(1, row.shape[0]):
@@ -120,7 +120,7 @@ def made_falling(row: Seconds) -> None:
             row[i] = row[i - 1]
 
 
-@fast_kernel
+@fast_kernel_part
 def shifted(
     least: Least, rows: Rows, unit_bytes: int, s: int, t: int, held_bytes: int, begin: int, result: Seconds
 ) -> None:
@@ -146,13 +146,13 @@ def shifted(
         result[m - begin] = between(values, origin, low, high, limits, unit_bytes, m * unit_bytes - held_bytes)
 
 
-@fast_kernel
+@fast_kernel_part
 def _mean(result: Seconds, one: Seconds, other: Seconds, share: float) -> None:
     for i in range(result.shape[0]):
         result[i] = one[i] + share * (other[i] - one[i])
 
 
-@kernel
+@kernel_part
 def slower_by_rows(least: Least, rows: Rows, unit_bytes: int, s: int, t: int, available_bytes: int) -> float:
     """What s..t takes above its fastest schedule with this many bytes, as far as the table knows."""
     limits = (least.least_bytes[s, t], least.slower[s, t], least.ample_bytes[s, t])
@@ -160,7 +160,7 @@ def slower_by_rows(least: Least, rows: Rows, unit_bytes: int, s: int, t: int, av
     return between(rows.values, origin, low, high, limits, unit_bytes, available_bytes)
 
 
-@kernel
+@kernel_part
 def between(
     values: Seconds,
     origin: int,
@@ -191,7 +191,7 @@ def between(
     return float(here + (available_bytes - here_bytes) / ((slot + 1) * unit_bytes - here_bytes) * (there - here))
 
 
-@fast_kernel
+@fast_kernel_part
 def lower(row: Seconds, other: Seconds, seconds: float) -> None:
     """Lower a row to another one that takes `seconds` more."""
     for i in range(row.shape[0]):

@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.strategies.nested.costs import Bytes, Costs, Indices, Seconds
 from lowtide.strategies.nested.least import forward_peak, own_peak, slower_as
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 _NEVER = 2**62
 
@@ -87,7 +87,7 @@ def _fill(costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int,
     return True
 
 
-@kernel
+@kernel_part
 def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, most: int) -> tuple[int, int, int]:
     """The staircase of s..t, into the scratch: how many stairs (-1: too many), where, and what it took."""
     lowest, count, num_steps = 0, 0, 0
@@ -119,7 +119,7 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
     return count, lowest, num_steps
 
 
-@kernel
+@kernel_part
 def _option_all(costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: int, t: int, most: int) -> int:
     """The staircase of starting s..t with `all`, into the scratch's place 2; return how many stairs it has."""
     to_bytes, to_slower = scratch.from_bytes[2], scratch.slower[2]
@@ -139,7 +139,7 @@ def _option_all(costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: in
     return count
 
 
-@kernel
+@kernel_part
 def _option_split(
     stairs: Stairs,
     scratch: _Scratch,
@@ -185,7 +185,7 @@ def _option_split(
     return count, num_steps
 
 
-@kernel
+@kernel_part
 def _merged(scratch: _Scratch, lowest: int, num_lowest: int, num_added: int) -> int:
     """The lower of two staircases, that at `lowest` and that at 2, into place 1 - `lowest`; return how many stairs."""
     low_bytes, low_slower = scratch.from_bytes[lowest], scratch.slower[lowest]
@@ -208,7 +208,7 @@ def _merged(scratch: _Scratch, lowest: int, num_lowest: int, num_added: int) -> 
     return count
 
 
-@kernel
+@kernel_part
 def slower_by_stairs(stairs: Stairs, s: int, t: int, available_bytes: int) -> float:
     """What s..t takes above its fastest schedule with this many bytes."""
     first = stairs.first[s, t]

@@ -20,7 +20,7 @@ from lowtide.strategies.nested.fill import fill_rows
 from lowtide.strategies.nested.least import Least, forward_peak, least_memory, own_peak, slower_as
 from lowtide.strategies.nested.rows import Rows, empty_rows, slower_by_rows
 from lowtide.strategies.nested.stairs import Stairs, empty_stairs, slower_by_stairs, stairs_of
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 from lowtide.strategies.slots import Slots
 
 __all__ = ["Least", "Table", "least_memory"]
@@ -36,7 +36,7 @@ class _Known(NamedTuple):
     unit_bytes: int
 
 
-@kernel
+@kernel_part
 def _slower(known: _Known, s: int, t: int, available_bytes: int) -> float:
     """What s..t takes above its fastest schedule with this many bytes, as far as is known."""
     if available_bytes >= known.least.ample_bytes[s, t]:
@@ -46,7 +46,7 @@ def _slower(known: _Known, s: int, t: int, available_bytes: int) -> float:
     return slower_by_rows(known.least, known.rows, known.unit_bytes, s, t, available_bytes)
 
 
-@kernel
+@kernel_part
 def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -> int:
     """The best way for `all`, or minus the best split of s..t, with this many bytes; they must suffice."""
     best, decision = np.inf, 0
@@ -96,7 +96,7 @@ def _read_off(costs: Costs, known: _Known, decisions: Indices, pending: Indices)
     return num_decisions, seconds
 
 
-@kernel
+@kernel_part
 def _put(pending: Indices, num_pending: int, s: int, t: int, available_bytes: int) -> int:
     pending[num_pending, 0], pending[num_pending, 1], pending[num_pending, 2] = s, t, available_bytes
     return num_pending + 1

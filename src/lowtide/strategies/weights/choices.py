@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.schedule import Kind
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 from lowtide.strategies.weights.periods import Period
 
 Ints = NDArray[np.int64]
@@ -134,7 +134,7 @@ def _select(excess: Ints, table: Ints, discount: bool, known: Floats, costs: Flo
             known[partner], costs[partner] = np.inf, 1.0
 
 
-@kernel
+@kernel_part
 def _renew(known: Floats, costs: Floats, excess: Ints, table: Ints, like: int) -> None:
     """Compute the profits of all choices that are not taken and have the size of the choice `like`."""
     num_bytes, size = table[like, 2], table[like, 4]
@@ -147,7 +147,7 @@ def _renew(known: Floats, costs: Floats, excess: Ints, table: Ints, like: int) -
             known[choice] = removed / num_bytes / costs[choice]
 
 
-@kernel
+@kernel_part
 def _remove(excess: Ints, choice: Ints) -> None:
     """Take a choice's bytes from the computations that it covers, in both periods."""
     half = len(excess) // 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel, kernel_part
 from lowtide.strategies.weights.rounds import (
     ARRIVED,
     CLOCK,
@@ -28,7 +28,7 @@ from lowtide.strategies.weights.rounds import (
 _LARGEST_NUM_SETTLING_ROUNDS = 64
 
 
-@kernel
+@kernel_part
 def _replay(course: Course, events: Ints, num_events: int, clocks: Floats, copies: Floats) -> None:
     """Run a list of events once more, as `lowtide.simulate` does."""
     for at in range(num_events):
@@ -48,7 +48,7 @@ def _replay(course: Course, events: Ints, num_events: int, clocks: Floats, copie
                 clocks[CLOCK] = max(clocks[CLOCK], copies[COPIED, index])
 
 
-@kernel
+@kernel_part
 def steady_period(course: Course, events: Ints, num_events: int) -> float:
     """The steady period of a list of events, as `lowtide.simulate` computes it."""
     num_values = len(course.value_bytes)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.strategies.numerics.kernels import kernel
+from lowtide.strategies.numerics.kernels import kernel_part
 
 # The kinds of entry in a list of events.
 COMPUTE, OFFLOAD, RELEASE, PREFETCH = range(4)
@@ -87,7 +87,7 @@ def new_state(num_positions: int, num_moves: int, num_values: int) -> RoundState
     )
 
 
-@kernel
+@kernel_part
 def _record(state: RoundState, kind: int, index: int) -> None:
     at = state.counts[NUM_EVENTS]
     state.events[at, 0] = kind
@@ -95,7 +95,7 @@ def _record(state: RoundState, kind: int, index: int) -> None:
     state.counts[NUM_EVENTS] = at + 1
 
 
-@kernel
+@kernel_part
 def copy_end(course: Course, clocks: Floats, channel: int, value: int) -> float:
     """Queue a copy of a value on a channel now."""
     end = max(clocks[channel], clocks[CLOCK]) + course.value_bytes[value] / course.bandwidth
@@ -105,7 +105,7 @@ def copy_end(course: Course, clocks: Floats, channel: int, value: int) -> float:
     return float(end)
 
 
-@kernel
+@kernel_part
 def _begin_leaving(course: Course, moves: Moves, state: RoundState, position: int) -> None:
     """Step 1: what the computation at `position` used, and may go."""
     for slot in range(moves.at_use.shape[1]):
@@ -125,20 +125,20 @@ def _begin_leaving(course: Course, moves: Moves, state: RoundState, position: in
         state.counts[NUM_PENDING] += 1
 
 
-@kernel
+@kernel_part
 def _ready(moves: Moves, state: RoundState, at: int) -> float:
     """When a pending value has its copy on the host."""
     return float(state.copies[COPIED, moves.table[state.pending[at], VALUE]])
 
 
-@kernel
+@kernel_part
 def _drop_pending(state: RoundState, index: int) -> None:
     for at in range(index, state.counts[NUM_PENDING] - 1):
         state.pending[at] = state.pending[at + 1]
     state.counts[NUM_PENDING] -= 1
 
 
-@kernel
+@kernel_part
 def _release_first(moves: Moves, state: RoundState) -> None:
     """Free the first pending value, after waiting for its copy if necessary."""
     move = state.pending[0]
@@ -149,7 +149,7 @@ def _release_first(moves: Moves, state: RoundState) -> None:
     _drop_pending(state, 0)
 
 
-@kernel
+@kernel_part
 def _fetch(course: Course, moves: Moves, state: RoundState, move: int) -> None:
     value = moves.table[move, VALUE]
     _record(state, PREFETCH, value)
@@ -159,7 +159,7 @@ def _fetch(course: Course, moves: Moves, state: RoundState, move: int) -> None:
     state.counts[NEXT] += 1
 
 
-@kernel
+@kernel_part
 def _starts_at(course: Course, state: RoundState, position: int) -> float:
     """When the computation could start, for all that is known: its values have arrived."""
     clock = state.clocks[CLOCK]
@@ -170,7 +170,7 @@ def _starts_at(course: Course, state: RoundState, position: int) -> float:
     return float(clock)
 
 
-@kernel
+@kernel_part
 def _has_room(
     course: Course, moves: Moves, state: RoundState, position: int, move: int, need: int, patient: bool
 ) -> bool:
@@ -212,7 +212,7 @@ def _has_room(
     return True
 
 
-@kernel
+@kernel_part
 def _need_of_next(course: Course, moves: Moves, state: RoundState, begun: int) -> int:
     """The position, counted from the running round's begin, at which the next fetch is needed."""
     num_positions, num_moves = len(course.seconds), len(moves.table)
@@ -220,7 +220,7 @@ def _need_of_next(course: Course, moves: Moves, state: RoundState, begun: int) -
     return int(moves.table[state.counts[NEXT] % num_moves, NEED] % num_positions + turns * num_positions)
 
 
-@kernel
+@kernel_part
 def _fetch_what_fits(
     course: Course, moves: Moves, state: RoundState, position: int, begun: int, last_fetch: int, patient: bool
 ) -> None:
@@ -241,7 +241,7 @@ def _fetch_what_fits(
             return
 
 
-@kernel
+@kernel_part
 def _fill_gap(
     course: Course,
     moves: Moves,
@@ -278,7 +278,7 @@ def _fill_gap(
         _release_first(moves, state)
 
 
-@kernel
+@kernel_part
 def _offload_early(course: Course, moves: Moves, state: RoundState, position: int) -> None:
     """Send to the host what leaves after a later forward, where that channel would otherwise be idle."""
     window = np.inf  # until the next copy out that cannot be early
@@ -305,7 +305,7 @@ def _offload_early(course: Course, moves: Moves, state: RoundState, position: in
         state.copies[COPIED, value] = copy_end(course, state.clocks, TO_HOST, value)
 
 
-@kernel
+@kernel_part
 def _compute(course: Course, state: RoundState, position: int) -> None:
     state.clocks[CLOCK] = _starts_at(course, state, position) + course.seconds[position]
     _record(state, COMPUTE, position)
@@ -315,7 +315,7 @@ def _compute(course: Course, state: RoundState, position: int) -> None:
             state.copies[COPIED, value] = np.inf
 
 
-@kernel
+@kernel_part
 def _begin(course: Course, moves: Moves, state: RoundState, cut: int) -> None:
     """The state before backward n: of what left after its forward or a backward, the first `cut` are back."""
     state.clocks[:] = 0.0
@@ -330,7 +330,7 @@ def _begin(course: Course, moves: Moves, state: RoundState, cut: int) -> None:
             state.counts[RESIDENT] -= moves.table[move, BYTES]
 
 
-@kernel
+@kernel_part
 def _run_round(
     course: Course, moves: Moves, state: RoundState, begun: int, cut: int, patient: bool, forced: bool
 ) -> bool:
@@ -352,7 +352,7 @@ def _run_round(
     return True
 
 
-@kernel
+@kernel_part
 def run_cut(course: Course, moves: Moves, state: RoundState, cut: int, patient: bool) -> bool:
     """Run a cut until a round ends as it began; its events are left in the state. False where the cut cannot run."""
     before = np.zeros(len(moves.table), np.bool_)
