@@ -142,7 +142,8 @@ class StagedModel:
     def _alive_before(self, end: int) -> Iterator[tuple[Origin, tuple[int, int]]]:
         """The tensors of the stages before one that are alive, with the addresses and the sizes of their storages."""
         ledger = self._recording.ledger
-        for m in range(1, end) if ledger is not None else ():
+        assert ledger is not None
+        for m in range(1, end):
             for number, tensor in ledger.alive(m).items():
                 if tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()
