@@ -5,6 +5,7 @@
     python -m benchmarks.parked --model 7b --device cuda --budgets 24GiB 16GiB --dtype bfloat16
     python -m benchmarks.parked --model 7b --device cuda --ways fsdp2 torchao --dtype bfloat16
     python -m benchmarks.parked --model 17b --device cuda --budgets 24GiB --ways in-backward --dtype bfloat16
+    python -m benchmarks.parked --model 7b --device cuda --budgets 12GiB --ways default --dtype bfloat16 --from-cpu
     python -m benchmarks.parked --model tiny --dtype bfloat16
 
 Trains a model with AdamW: plainly with its blocks recomputed, within budgets of device memory with lowtide, in both of
@@ -154,7 +155,7 @@ class Bench:
             self.others = meter.live_bytes
         begin = time.perf_counter()
         self.model = self._made()
-        initialise(self.model)
+        initialise(self.model, self.device)
         num_parameters = sum(p.numel() for p in self.model.parameters())
         print(f"{num_parameters / 1e9:.3f} G parameters, made in {time.perf_counter() - begin:.1f} s", flush=True)
         self.expected: list[int] | None = None
@@ -165,7 +166,7 @@ class Bench:
         given, size = self.given, SIZES.get(self.given.model)
         with torch.device("meta"):
             model = MLP(given.width, given.depth) if size is None else Llama(size)
-        return model.to(self.dtype).to_empty(device=self.device)
+        return model.to(self.dtype).to_empty(device="cpu" if given.from_cpu else self.device)
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         size = SIZES.get(self.given.model)
@@ -219,7 +220,7 @@ class Bench:
 
     def plainly(self) -> None:
         """Everything on the device, blocks recomputed."""
-        initialise(self.model)
+        initialise(self.model, self.device)
         optimizer = self.optimizer()
         self.model.recomputes = True  # type: ignore[assignment]
         with Meter(self.device) as meter:
@@ -236,7 +237,7 @@ class Bench:
         except ImportError as error:
             print(f"torchao: left out, since it cannot be imported ({error})", flush=True)
             return
-        initialise(self.model)
+        initialise(self.model, self.device)
         optimizer = CPUOffloadOptimizer(self.model.parameters(), lr=1e-4, fused=True, offload_gradients=True)
         self.model.recomputes = True  # type: ignore[assignment]
         with Meter(self.device) as meter:
@@ -249,7 +250,7 @@ class Bench:
         """With lowtide."""
         share = float(budget[:-1]) / 100 if budget.endswith("%") else None
         num_bytes = self.others + (parse_bytes(budget) if share is None else int(share * self.plain_bytes))
-        initialise(self.model)
+        initialise(self.model, self.device)
         optimizer, begin = self.optimizer(), now(self.device)
         name = f"{budget}{', in backward' if in_backward else ''}"
         x = self.batch(torch.Generator().manual_seed(7))
@@ -261,6 +262,7 @@ class Bench:
                     memory_budget=num_bytes,
                     host_memory_budget=self.given.host,
                     optimizer=optimizer,
+                    device=self.device if self.given.from_cpu else None,
                     step_in_backward=in_backward,
                     keeps_result=False,
                     stages=self.stages(),
@@ -321,16 +323,17 @@ def said() -> Callable[[str, float], None]:
     return say
 
 
-def initialise(model: nn.Module) -> None:
-    """The same weights each time, wherever they are."""
+def initialise(model: nn.Module, device: torch.device) -> None:
+    """The same weights each time, wherever they are; the device draws them."""
     seed = 0
     with torch.no_grad():
         for parameter in model.parameters():
-            generator = torch.Generator(parameter.device).manual_seed(seed := seed + 1)
+            generator = torch.Generator(device).manual_seed(seed := seed + 1)
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, 0.02, generator=generator)
+                drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                parameter.copy_(drawn.normal_(0.0, 0.02, generator=generator))
 
 
 def checksums(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -413,6 +416,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", default=["plain", "default", "in-backward"])
     parser.add_argument("--budgets", nargs="+", default=["75%", "50%"])
     parser.add_argument("--host", help="bytes of host memory; default: what is free, minus a reserve")
+    parser.add_argument("--from-cpu", action="store_true", help="the model is on the CPU when fit is called")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their norm")

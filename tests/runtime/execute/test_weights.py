@@ -31,7 +31,7 @@ from torch import nn
 import lowtide
 from lowtide import Backward, Offload, Prefetch, Release, Schedule, Update
 from lowtide.errors import ExecutionError, PlanError
-from lowtide.runtime.execute.program import as_executed
+from lowtide.runtime.execute.program import as_executed, num_late_fetches, with_late_fetches
 from lowtide.runtime.execute.weights import Parked
 from lowtide.runtime.meter import Meter
 
@@ -356,6 +356,47 @@ def test_a_list_is_simulated_as_it_is_executed(seed, step_in_backward):
     for index, operation in enumerate(executed.operations):
         if isinstance(operation, Offload) and operation.kind in ("w", "opt"):
             assert Release(operation.kind, operation.stage) in executed.operations[index:]
+    for number in range(num_late_fetches(planned.schedule) + 1):
+        late = with_late_fetches(planned.schedule, number)
+        assert len(late.start.device) == len(planned.schedule.start.device) - number
+        executed = as_executed(late, grads_resident=chain.grads_resident)
+        assert as_executed(executed, grads_resident=chain.grads_resident) == executed
+        assert lowtide.simulate(chain, executed, bandwidth=3).peak_bytes <= planned.peak_bytes
+
+
+def test_fetches_for_the_next_step_that_are_made_when_it_begins():
+    """They arrive while it runs; what is fetched at the end of a step has to arrive before the user's code runs."""
+    n = 3
+    parked = stepping_in_backward(storing(n))
+    fetched = [Prefetch("w", k) for k in range(1, n + 1)]
+    first = {index for index, operation in enumerate(parked.operations) if operation in fetched}
+    first = {min(index for index in first if parked.operations[index] == each) for each in fetched}
+    kept = [operation for index, operation in enumerate(parked.operations) if index not in first]
+    start = dataclasses.replace(parked.start, device=frozenset(("w", k) for k in range(1, n + 1)))
+    schedule = dataclasses.replace(parked, operations=(*kept, *fetched), start=start)
+    chain = lowtide.Chain("three", [lowtide.Stage(str(k), 1.0, 1.0, 1, 1, weight_bytes=4) for k in range(n)])
+    assert num_late_fetches(schedule) == n
+    late = with_late_fetches(schedule, 2)
+    assert late.operations[:2] == (Prefetch("w", 2), Prefetch("w", 3))
+    assert late.start.device == {("w", 1)}
+    seconds = [
+        lowtide.simulate(chain, as_executed(with_late_fetches(schedule, number)), bandwidth=4).seconds
+        for number in range(n + 1)
+    ]
+    assert seconds[2] < seconds[0]
+    for number in range(n + 1):
+        plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(n)))
+        model = copy.deepcopy(plain)
+        optimizers = [make_adamw(each.parameters()) for each in (plain, model)]
+        with lowtide.attach(model, with_late_fetches(schedule, number), optimizer=optimizers[1]):
+            for x in batches((4, 8), 3):
+                for each, optimizer in zip((plain, model), optimizers, strict=True):
+                    square_loss(each(x)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        each[1].weight.data.clamp_(-0.3, 0.3)
+            assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
 def test_autocast():

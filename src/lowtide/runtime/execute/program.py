@@ -19,6 +19,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import itemgetter
 from types import MappingProxyType
 from typing import cast
 
@@ -356,6 +357,40 @@ def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule
     return replace(schedule, operations=tuple(listed), start=start)
 
 
+def with_late_fetches(schedule: Schedule, number: int) -> Schedule:
+    """A list whose last fetches for the next step, so many of them, are its first operations instead.
+
+    What is on its way when a step ends has to arrive before the user's code runs; what is fetched when the next step
+    begins arrives while it runs, and need not be copied to the host before it leaves again.
+    """
+    last: dict[Value, int] = {}
+    for index, operation in enumerate(schedule.operations):
+        for value in _touched(operation):
+            last.pop(value, None)
+            if isinstance(operation, Prefetch) and operation.kind in ("w", "opt"):
+                last[value] = index
+    late = dict(sorted(last.items(), key=itemgetter(1))[max(0, len(last) - number) :] if number else ())
+    fetches = [schedule.operations[index] for index in late.values()]
+    rest = [operation for index, operation in enumerate(schedule.operations) if index not in late.values()]
+    start = Start(schedule.start.device - late.keys(), schedule.start.host | late.keys())
+    return replace(schedule, operations=(*fetches, *rest), start=start)
+
+
+def num_late_fetches(schedule: Schedule) -> int:
+    """How many fetches `with_late_fetches` could move."""
+    found = with_late_fetches(schedule, len(schedule.operations))
+    return len(schedule.start.device) - len(found.start.device)
+
+
+def _touched(operation: Operation) -> tuple[Value, ...]:
+    """The weights and optimizer state that an operation needs or moves."""
+    if isinstance(operation, Update):
+        return ("w", operation.stage), ("opt", operation.stage)
+    if isinstance(operation, Forward | Backward):
+        return (("w", operation.stage),)
+    return (operation.value,)
+
+
 def _copied_at_start(operations: Sequence[Operation], start: Start) -> tuple[list[Operation], Start]:
     """Copy what is on the device at the start, and is freed without another copy, first of all."""
     first: dict[Value, Operation] = {}
@@ -367,9 +402,11 @@ def _copied_at_start(operations: Sequence[Operation], start: Start) -> tuple[lis
                 released.add(operation.value)
             if isinstance(operation, Offload) and operation.kind in ("w", "opt") and operation.value not in released:
                 continue  # it stays
+            first.pop(operation.value, None)
             first[operation.value] = operation
         kept.append(operation)
-    copied = [value for value in sorted(start.device) if isinstance(first.get(value), Release)]
+    copied = [value for value in first if value in start.device and isinstance(first[value], Release)]
+    copied.reverse()  # what leaves first is copied first
     listed = [*(Offload(cast(Kind, kind), k) for kind, k in copied), *reversed(kept)]
     return listed, Start(start.device, _on_host_at_end(listed, start))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.runtime.execute.program import as_executed
+from lowtide.runtime.execute.program import as_executed, num_late_fetches, with_late_fetches
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings, with_even_times
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, update_figures, updates_of
@@ -28,6 +28,9 @@ from lowtide.units import format_bytes
 
 STRATEGY = "joint"
 
+
+# Into how many parts the fetches are divided that may be the next step's.
+_NUM_LATE = 8
 
 # An activation is some storages, each of which takes whole blocks of the lower tier: so many blocks more at the most.
 _PIECES = 32
@@ -189,9 +192,17 @@ def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
         step_in_backward=settings.step_in_backward,
         progress=settings.progress,
     )
-    schedule = as_executed(solution.schedule, grads_resident=moving.chain.grads_resident)
-    executed = replace(solution, schedule=schedule).on(moving.chain)
+    executed = min(_executed(solution, moving), key=lambda each: each.seconds)
     return counted(replace(executed, lower_bound_seconds=solution.lower_bound_seconds), moving)
+
+
+def _executed(solution: Solution, moving: Moving) -> Iterator[Solution]:
+    """A schedule as it is executed, with some of its last fetches at the beginning of the next step."""
+    most = num_late_fetches(solution.schedule)
+    for number in sorted({most * share // _NUM_LATE for share in range(_NUM_LATE + 1)}):
+        schedule = with_late_fetches(solution.schedule, number)
+        executed = as_executed(schedule, grads_resident=moving.chain.grads_resident)
+        yield replace(solution, schedule=executed).on(moving.chain)
 
 
 def as_timed(solution: Solution, seconds: float) -> Solution:

@@ -57,6 +57,7 @@ class StagedModel:
     ) -> None:
         self._visit = visit
         self._visiting_bytes = 0
+        self._visited = 0  # the stage whose weights are there
         self.model = model
         self.split = split
         self.num_stages = split.num_stages
@@ -129,8 +130,8 @@ class StagedModel:
         self._have_weights(k)
 
     def _have_weights(self, k: int) -> None:
-        if self._visit is not None:
-            self._visiting_bytes = self._visit(k)
+        if self._visit is not None and k != self._visited:  # runs of one stage are timed
+            self._visiting_bytes, self._visited = self._visit(k), k
 
     def _note_start(self) -> None:
         if self._meter is not None:
