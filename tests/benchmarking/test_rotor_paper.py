@@ -56,8 +56,7 @@ def test_numbers_of_segments_run_from_two_to_twice_the_root(num_stages, count):
 
 @pytest.mark.slow
 def test_a_run_in_small_and_what_it_writes(tmp_path):
-    given = ["--tiny", "--image", "32", "--device", "cpu", "--output", str(tmp_path)]
-    given += ["--budgets", "2", "--segments", "1"]
+    given = ["--tiny", "--device", "cpu", "--output", str(tmp_path), "--budgets", "2", "--segments", "1"]
     command.main(given)
     path = tmp_path / "rotor-tiny-cpu.json"
     written = json.loads(path.read_text())
