@@ -6,6 +6,9 @@
 Convolutions compute in TF32 where torch does by default. In full fp32 (`--no-tf32`) cuDNN's workspaces take most of the
 memory on an H200, whatever is recomputed.
 
+Each line also says how much of its peak is no tensor: workspaces that convolutions take while they run. They are the
+same whatever is recomputed, so no plan can go below them.
+
 By hand, each double convolution and each upsampling is a checkpoint (`torch.utils.checkpoint`). lowtide gets what that
 takes, with and without offloading, and then the least budget that `fit` names. Each line is printed when it is known.
 """
@@ -25,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds
 
 
@@ -56,10 +60,19 @@ def stepped(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def show(name: str, timed: Timed, more: str = "") -> None:
+def measured(step: Callable[[], None], device: torch.device) -> tuple[Timed, int]:
+    """Times and peak of a step, and the peak of its tensors alone."""
+    timed = time_steps(step, device)
+    with Meter(device, tensors_alone=True) as meter:
+        step()
+    return timed, meter.peak_bytes
+
+
+def show(name: str, timed: Timed, tensor_bytes: int, more: str = "") -> None:
     spread = format_seconds(timed.spread_seconds)
     figures = f"{format_seconds(timed.seconds)} (spread {spread}), peak {format_bytes(timed.peak_bytes)}"
-    print(f"{name:34s} {figures} ({timed.peak_bytes} bytes){more}", flush=True)
+    workspaces = format_bytes(max(0, timed.peak_bytes - tensor_bytes))
+    print(f"{name:34s} {figures} ({timed.peak_bytes} bytes; {workspaces} of it no tensors){more}", flush=True)
 
 
 def planned(name: str, device: torch.device, budget: int, *, tiny: bool, **options: Any) -> None:
@@ -77,9 +90,9 @@ def planned(name: str, device: torch.device, budget: int, *, tiny: bool, **optio
         plan = fit(memory_budget=budget)
     seconds = time.perf_counter() - begin
     with plan:
-        timed = time_steps(stepped(model, x), device)
+        figures = measured(stepped(model, x), device)
         more = f"; budget {format_bytes(budget)}, {described(plan)}, planned in {format_seconds(seconds)}"
-    show(name, timed, more)
+    show(name, *figures, more)
     release(device)
 
 
@@ -105,10 +118,10 @@ def main() -> None:
     facts = machine_facts(device)
     print(f"{facts['machine']}, torch {facts['torch']}, lowtide {facts['lowtide']}, {facts['date']}", flush=True)
     model, x = network(device, tiny=tiny)
-    show("plain", time_steps(stepped(model, x), device))
+    show("plain", *measured(stepped(model, x), device))
     release(device)
-    by_hand = time_steps(stepped(checkpointed(model), x), device)
-    show("each block a checkpoint, by hand", by_hand)
+    by_hand, tensor_bytes = measured(stepped(checkpointed(model), x), device)
+    show("each block a checkpoint, by hand", by_hand, tensor_bytes)
     del model, x
     release(device)
     planned("lowtide, recomputing", device, by_hand.peak_bytes, tiny=tiny, bandwidth=0)

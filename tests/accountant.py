@@ -71,6 +71,7 @@ class Ledger:
         self.arrives = {value: t for value, t in self.arrives.items() if value[0] in self.manages}
         self.leaves = {value: t for value, t in self.leaves.items() if value[0] in self.manages}
         self.device |= {("a", 0), ("delta", self.n)}
+        self.ran: set[int] = set()
         if self.updates and self.resident_grads:
             for k in range(1, self.n + 1):
                 if ("g", k) in self.start["host"]:
@@ -196,6 +197,9 @@ class Ledger:
         extra = way.get("forward_extra_bytes", 0)
         if save == "all":
             extra = way.get("saving_extra_bytes", extra)
+        for m, num_bytes in self.stages[k].get("outliving", []) if k not in self.ran else ():
+            extra += 0 if {("a", m), ("abar", m)} & self.device else num_bytes
+        self.ran.add(k)
         self.peak = max(self.peak, self.stored() + extra)
         early = save == "all" and self.done == k + 1 <= self.n
         self.compute(way.get("rerun_seconds", way["forward_seconds"]) if early else way["forward_seconds"])

@@ -39,6 +39,11 @@ def random_chain(seed: int, num_stages: int, *, sizes: str = "mixed", features: 
     rng = random.Random(f"{seed} {num_stages} {sizes} {features}")
     outputs = SIZES[sizes](rng, num_stages + 1)
     stages = tuple(_stage(rng, f"stage {k}", outputs[k], features) for k in range(1, num_stages + 1))
+    if "outliving" in features:
+        stages = tuple(
+            dataclasses.replace(stage, outliving=[(m, rng.randint(1, 9)) for m in range(1, k) if rng.random() < 0.4])
+            for k, stage in enumerate(stages)
+        )
     return Chain(
         f"{sizes} {' '.join(features)} {seed}",
         stages,

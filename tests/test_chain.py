@@ -34,7 +34,7 @@ def test_defaults():
 
 @pytest.mark.parametrize(
     "chain",
-    random_chains(20, 4, features=(*NESTED_FEATURES, "side values", "updates")),
+    random_chains(20, 4, features=(*NESTED_FEATURES, "side values", "updates", "outliving")),
     ids=lambda chain: chain.name,
 )
 def test_there_and_back(chain, tmp_path):
@@ -111,6 +111,12 @@ def test_the_optimizer_step_and_side_values_are_written_where_there_are_any():
         (with_side(to=[1, 2]), ["side value 2 (skip): to holds 1, expected only stages after stage 1"]),
         (with_side(to=[2, 3]), ["side value 2 (skip): to holds 3, but the chain has 2 stages"]),
         (with_side(size=3), ["side value 2 (skip): 'size' is not a field here; the fields are name, bytes"]),
+        ({**FILE, "stages": [{**STAGE, "outliving": 3}]}, ["stage 1", "outliving is 3, expected a list of pairs"]),
+        ({**FILE, "stages": [{**STAGE, "outliving": [[0, 5]]}]}, ["stage 1", "outliving is [[0, 5]], expected a list"]),
+        (
+            {**FILE, "stages": [STAGE, {**STAGE, "outliving": [[1, 5]]}]},
+            ["stage 2", "outliving names stage 1, expected only stages before stage 1"],
+        ),
         ({**FILE, "side_values": {}}, ["side_values is {}, expected a list"]),
         ({**FILE, "side_values": [3]}, ["side value 1: is 3, expected an object"]),
         ({**FILE, "side_values": [{"name": "skip"}]}, ["side value 1 (skip): bytes is missing"]),

@@ -54,7 +54,9 @@ def test_random_schedules_cost_what_a_second_accountant_says_or_are_refused_by_b
     num_legal = 0
     for seed in range(first, first + 10):
         rng = random.Random(seed)
-        features = (*(feature for feature in NESTED_FEATURES if rng.random() < 0.3), "side values", "updates")
+        features = (
+            *(feature for feature in (*NESTED_FEATURES, "outliving") if rng.random() < 0.3), "side values", "updates"
+        )  # fmt: skip
         manages, updates = rng.choice([([], False), (["w"], False), (["w", "opt"], True), (["w"], True)])
         if manages and not updates:
             features = tuple(feature for feature in features if feature != "grads resident")
@@ -395,3 +397,31 @@ def test_managed_weights_without_updates_and_resident_gradients_exclude_each_oth
 def test_a_stage_of_thousands_of_digits_is_refused_like_any_other(operation):
     with pytest.raises(ScheduleError, match="thousands of digits"):
         simulate(CYCLE, Schedule("", [operation]))
+
+
+def test_what_the_code_around_the_stages_holds_counts_where_it_was_dropped():
+    stages = [Stage(str(k), 1.0, 2.0, 4, 6) for k in (1, 2)]
+    chain = Chain("held", [*stages, Stage("3", 1.0, 2.0, 4, 6, outliving=[(1, 100)])], 4)
+    backwards = [Backward(3), Backward(2), Backward(1)]
+
+    def peak(*forwards):
+        return simulate(chain, Schedule("by hand", [*forwards])).peak_bytes
+
+    kept = [Forward(k, "all") for k in (1, 2, 3)]
+    dropped = [Forward(1, "keep"), Forward(2, "drop"), Forward(3, "all"), Backward(3), Forward(1, "all")]
+    assert peak(*kept, *backwards) < 100
+    assert 100 < peak(*dropped, Forward(2, "all"), *backwards[1:]) < 130
+    again = [Forward(1, "keep"), Forward(2, "keep"), Forward(3, "all"), Backward(3), Forward(1, "all")]
+    assert (
+        peak(
+            *again[:2],
+            Forward(3, "keep"),
+            Forward(3, "all"),
+            Backward(3),
+            Forward(2, "all"),
+            Backward(2),
+            again[4],
+            Backward(1),
+        )
+        < 100
+    )

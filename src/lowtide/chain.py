@@ -80,7 +80,9 @@ class Stage:
     `forward_seconds`, is the time of a forward `all` after the backward of the next stage: only what it saves is needed
     then, so it can stop before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is what
     a forward `all` needs while it runs: what another forward makes and frees may be part of what it saves.
-    `update_seconds` is the time of the stage's optimizer step with everything on the device.
+    `update_seconds` is the time of the stage's optimizer step with everything on the device. `outliving` lists pairs
+    (m, bytes): so much of a[m] the code around the stages still holds while this one runs forward for the first time.
+    Where neither a[m] nor abar[m] is on the device, that counts besides.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
@@ -102,6 +104,7 @@ class Stage:
     rerun_seconds: float = None  # type: ignore[assignment]  # None: forward_seconds
     saving_extra_bytes: int = None  # type: ignore[assignment]  # None: forward_extra_bytes
     update_seconds: float = 0.0
+    outliving: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -115,6 +118,12 @@ class Stage:
         object.__setattr__(self, "variants", tuple(self.variants))
         where = f"stage {self.name!r}"
         _check_fields(self, where=where)
+        if not _are_outliving(self.outliving):
+            raise ChainError(
+                f"{where}: outliving is {shown(self.outliving)}, expected a list of pairs, the number of an earlier "
+                "stage and whole bytes"
+            )
+        object.__setattr__(self, "outliving", tuple((m, num_bytes) for m, num_bytes in self.outliving))
         for variant in self.variants:
             if not isinstance(variant, Variant):
                 raise ChainError(f"{where}: variants holds {shown(variant)}, expected a Variant")
@@ -149,6 +158,9 @@ class Stage:
         """Return the stage as in a chain file."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         variants = values.pop("variants")
+        values["outliving"] = [list(pair) for pair in self.outliving]
+        if not self.outliving:
+            del values["outliving"]
         if self.rerun_seconds == self.forward_seconds:
             del values["rerun_seconds"]
         if self.saving_extra_bytes == self.forward_extra_bytes:
@@ -248,6 +260,11 @@ class Chain:
         for k, stage in enumerate(self.stages, start=1):
             if not isinstance(stage, Stage):
                 raise ChainError(f"chain {self.name!r}: stage {k} is {shown(stage)}, expected a Stage")
+            if any(m >= k - 1 for m, _ in stage.outliving):
+                raise ChainError(
+                    f"stage {k} ({_on_one_line(stage.name)}): outliving names stage {max(stage.outliving)[0]}, "
+                    f"expected only stages before stage {k - 1}, whose output is its input"
+                )
         if not self.stages:
             raise ChainError(f"chain {self.name!r}: stages is empty; a chain has at least one stage")
         for i, side in enumerate(self.side_values, start=1):
@@ -280,6 +297,13 @@ class Chain:
     def gradient_bytes(self, k: int) -> int:
         """delta[k]; delta[0] is the gradient of the input."""
         return self.stages[k - 1].grad_bytes if k else self.input_grad_bytes
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether more is on the device than weights, outputs, what stages save, and gradients: side values, or what
+        the code around the stages holds. How long these live depends on the whole schedule.
+        """
+        return bool(self.side_values) or any(stage.outliving for stage in self.stages)
 
     def side_value(self, i: int) -> SideValue:
         """Side value i, counted from 1."""
@@ -444,6 +468,13 @@ def _on_one_line(name: str) -> str:
 
 def _are_stages(numbers: Any) -> bool:
     return all(isinstance(number, int) and not isinstance(number, bool) and number >= 1 for number in numbers)
+
+
+def _are_outliving(pairs: Any) -> bool:
+    return isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and _are_stages(pair[:1]) and _is_size(pair[1])
+        for pair in pairs
+    )
 
 
 def _is_size(value: Any) -> bool:

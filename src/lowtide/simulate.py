@@ -319,6 +319,9 @@ class _Machine:
             self._refuse(f"{_named(made)} is already stored")
         if k in self.makes:
             self._make_side_values(k)
+        for m, held_bytes in () if repeated else stage.outliving:
+            if ("a", m) not in self.stored and ("abar", m) not in self.stored:
+                extra += held_bytes
         peak = self.stored.total_bytes + num_bytes + extra
         start = self.clock
         self.clock = end = start + seconds

@@ -24,10 +24,14 @@ def chains_for(entry: Entry) -> list[Chain]:
         random_chain(1, 14, sizes="rising"),
         *(random_chain(seed, 4, features=("side values", "large extras")) for seed in range(4)),
         *(random_chain(seed, 6, sizes="equal", features=("side values", "variants", "reruns")) for seed in range(3)),
+        *(random_chain(seed, 5, features=("outliving", "side values")) for seed in range(3)),
+        *(random_chain(seed, 6, features=("outliving", "lean saving", "large extras")) for seed in range(4)),
     ]
     if entry.manages_weights:
         chains += [random_chain(seed, 4, features=("weight gradients", "base")) for seed in range(6)]
-        chains += [random_chain(seed, 4, features=("weight gradients", "side values")) for seed in range(3)]
+        chains += [
+            random_chain(seed, 4, features=("weight gradients", "side values", "outliving")) for seed in range(3)
+        ]
     return [chain for chain in chains if entry in applicable(chain, BANDWIDTH)]
 
 

@@ -100,6 +100,7 @@ class Meter:
         device: `"cpu"`, `"cuda"`, `"cuda:1"`, `"meta"` (tensors that have sizes and no memory) or a `torch.device`.
         search: on the CPU, begin with all tensors that Python holds, which takes a while in a large program; without it
             a tensor counts from its first use on.
+        tensors_alone: on CUDA, count as on the CPU: without what a kernel takes for itself while it runs.
 
     After the `with` block the figures are those of its end.
 
@@ -110,12 +111,13 @@ class Meter:
         4000
     """
 
-    def __init__(self, device: torch.device | str, *, search: bool = True) -> None:
+    def __init__(self, device: torch.device | str, *, search: bool = True, tensors_alone: bool = False) -> None:
         self.device = torch.device(device)
         kind = self.device.type
         if kind not in ("cpu", "cuda", "meta"):
             raise ValueError(f"cannot measure the memory of device {str(self.device)!r}; use cpu, cuda or meta")
-        self._account: _Account = _CudaAccount(self.device) if kind == "cuda" else _WatchedAccount(kind, search)
+        asks_allocator = kind == "cuda" and not tensors_alone
+        self._account: _Account = _CudaAccount(self.device) if asks_allocator else _WatchedAccount(kind, search)
         self._final: tuple[int, int] | None = None
         self.start_bytes = 0
         """Live bytes at the beginning of the `with` block."""

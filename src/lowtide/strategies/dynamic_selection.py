@@ -39,7 +39,7 @@ class DynamicSelection:
     def minimum_bytes(self, problem: Problem) -> int:
         """Its peak; the recursion knows no side values, the simulator does."""
         peak, checkpoints = least_peak(problem.chain)
-        if not problem.chain.side_values:
+        if not problem.chain.has_other_values:
             return peak
         return problem.evaluate(checkpoint_schedule("dynamic-selection", problem.chain, checkpoints)).peak_bytes
 

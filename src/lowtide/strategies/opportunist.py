@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.schedule import Backward, Forward, Schedule, Value
 from lowtide.strategies.base import Answer, Problem
@@ -10,7 +10,7 @@ from lowtide.strategies.copies.gaps import Profile
 from lowtide.strategies.nested.costs import Costs, costs_of, operations_of
 from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested.table import Least, Table, least_memory
-from lowtide.strategies.numerics.arrays import ChainArrays, arrays_of
+from lowtide.strategies.numerics.arrays import ChainArrays, arrays_of, from_above
 from lowtide.strategies.slots import default_num_slots
 
 Computation = Forward | Backward
@@ -47,9 +47,10 @@ class Opportunist:
         Raises:
             InfeasibleBudgetError: below `minimum_bytes`.
         """
-        costs = costs_of(problem.chain, variants=False)
         if not problem.bandwidth:
-            return plan_nested(problem, costs, "opportunist", self.slots)
+            return plan_nested(problem, costs_of(problem.chain, variants=False), "opportunist", self.slots)
+        problem = replace(problem, chain=from_above(problem.chain))
+        costs = costs_of(problem.chain, variants=False)
         work = _Work.of(problem, costs)
         minimum = work.minimum_bytes()
         if problem.memory_budget < minimum:
@@ -63,9 +64,10 @@ class Opportunist:
 
     def minimum_bytes(self, problem: Problem) -> int:
         """The least budget at which some first groups fit, and then the rest as it is; it depends on the bandwidth."""
-        costs = costs_of(problem.chain, variants=False)
         if not problem.bandwidth:
-            return nested_minimum_bytes(problem, costs)
+            return nested_minimum_bytes(problem, costs_of(problem.chain, variants=False))
+        problem = replace(problem, chain=from_above(problem.chain))
+        costs = costs_of(problem.chain, variants=False)
         return _Work.of(problem, costs).minimum_bytes()
 
 

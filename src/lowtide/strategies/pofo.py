@@ -9,15 +9,17 @@ from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.continuous.conversion import (
     converted_plans,
     fastest,
+    moved_as_needed,
     offloaded_plans,
     once_each,
-    plans_with_side_values_moved,
+    plans_with_other_values_moved,
 )
 from lowtide.strategies.continuous.search import DEFAULT_NUM_SLOTS, ContinuousModel
 from lowtide.strategies.copies.gaps import Placement, Profile
 from lowtide.strategies.nested.costs import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested.table import Table, least_memory
+from lowtide.strategies.numerics.arrays import from_above
 from lowtide.strategies.slots import default_num_slots
 
 
@@ -51,16 +53,21 @@ class Pofo:
         """
         if not problem.bandwidth:
             return plan_nested(problem, costs_of(problem.chain), "pofo", None)
-        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
-        minimum = _minimum_bytes(problem.chain, model)
+        model = ContinuousModel.of(from_above(problem.chain), problem.bandwidth, recompute=True)
+        leanest = _leanest(problem.chain)
+        minimum = _minimum_bytes(problem.chain, model, leanest)
         if problem.memory_budget < minimum:
             raise problem.infeasible("pofo", minimum)
         placements: list[Placement] = []
+        if leanest is not None and problem.memory_budget < model.minimum_bytes:
+            placements += moved_as_needed(problem, leanest)
         seconds: float | None = None
         if problem.memory_budget >= model.minimum_bytes:
-            placements, seconds = converted_plans(problem, model, self.slots)
-        if any(not side.stays for side in problem.chain.side_values):
-            placements += plans_with_side_values_moved(problem, self.slots)
+            converted, seconds = converted_plans(problem, model, self.slots)
+            placements += converted
+        sides, stages = problem.chain.side_values, problem.chain.stages
+        if any(not side.stays for side in sides) or any(stage.outliving for stage in stages):
+            placements += plans_with_other_values_moved(problem, self.slots)
         schedule = fastest("pofo", [*placements, _recomputed(problem), *self._offloaded(problem)])
         return Answer(schedule, model_seconds=seconds)
 
@@ -68,8 +75,8 @@ class Pofo:
         """What is needed if every kept value is moved; without a link, what rotor needs."""
         if not problem.bandwidth:
             return nested_minimum_bytes(problem, costs_of(problem.chain))
-        model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=True)
-        return _minimum_bytes(problem.chain, model)
+        model = ContinuousModel.of(from_above(problem.chain), problem.bandwidth, recompute=True)
+        return _minimum_bytes(problem.chain, model, _leanest(problem.chain))
 
     def _offloaded(self, problem: Problem) -> list[Placement]:
         """Pure offloading: the plans of `offload`, if feasible."""
@@ -78,11 +85,24 @@ class Pofo:
         return offloaded_plans(problem, self.slots)[0]
 
 
-def _minimum_bytes(chain: Chain, model: ContinuousModel) -> int:
-    """The model keeps side values on the device; where each computation runs once, they can move."""
-    if not chain.side_values:
+def _minimum_bytes(chain: Chain, model: ContinuousModel, leanest: Profile | None) -> int:
+    """The model counts side values, and what the code around the stages holds, from above. Where each computation runs
+    once, and in the leanest schedule that recomputes alone, everything can move that nothing needs.
+    """
+    if leanest is None:
         return model.minimum_bytes
-    return min(model.minimum_bytes, once_each(chain).need_bytes(None))
+    return min(model.minimum_bytes, once_each(chain).need_bytes(None), leanest.need_bytes(None))
+
+
+def _leanest(chain: Chain) -> Profile | None:
+    """The leanest schedule that recomputes alone; None where the model knows all that is there."""
+    if not chain.has_other_values:
+        return None
+    costs = costs_of(chain)
+    least = least_memory(costs)
+    available = int(least.least_bytes[1, costs.num_stages])
+    decisions, _ = Table.of(costs, least, available, default_num_slots(costs.num_stages)).decisions(available)
+    return Profile(chain, operations_of(costs, decisions))
 
 
 def _recomputed(problem: Problem) -> Placement | None:

@@ -81,6 +81,19 @@ def test_a_hook_that_reads_what_is_away_gets_it() -> None:
         assert read == [float(network()[0].get_submodule("down.0")(x).sum())]
 
 
+def test_memory_that_is_read_past_all_operations_is_there() -> None:
+    model, x, plan = moved_network()
+    collected: list[torch.Tensor] = []
+    read: list[list[float]] = []
+    with torch.no_grad():
+        expected = network()[0].get_submodule("down.0")(x).tolist()
+    with plan:
+        model.get_submodule("down.0").register_forward_hook(lambda *args: collected.append(args[2]))
+        model.get_submodule("bottom").register_forward_hook(lambda *_: read.append(collected[0].tolist()))
+        loss(model(x)).backward()
+    assert read == [expected]
+
+
 def test_what_the_caller_holds_is_there_after_forward_and_after_backward() -> None:
     model, x, plan = moved_network()
     held: list[torch.Tensor] = []

@@ -15,6 +15,7 @@ import lowtide
 from lowtide import Backward, Forward, Offload, Release, Schedule
 from lowtide.chain import SideValue
 from lowtide.errors import ScheduleError
+from lowtide.runtime.measure.measure import capture_and_measure
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.attach import split_for
 
@@ -177,3 +178,29 @@ def test_strategies_that_move_leave_those_that_stay_where_they_are(strategy: str
     moved = [operation for operation in solution.schedule.operations if isinstance(operation, Offload)]
     assert moved
     assert all(operation.kind != "s" for operation in moved)
+
+
+def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> None:
+    """A concatenation is an argument of the block that reads it, so it lives until that block returns."""
+    torch.manual_seed(0)
+    model, x = UNet(4, 3), torch.randn(16, 3, 64, 64)
+    split, chain = capture_and_measure(model, x, loss=loss, moves_activations=False, keeps_result=False, finer=True)
+    names = [stage.name for stage in chain.stages]
+    concatenated = names.index("grow.2") + 1
+    last = next(k for k, name in enumerate(names, start=1) if name.startswith("up.2.4"))
+    assert (concatenated, 2 * chain.side_values[0].num_bytes) in chain.stage(last).outliving
+    step(model, x)
+    with Meter("cpu") as meter:
+        step(model, x)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.solve(chain, memory_budget=1, strategy="rotor")
+    least = caught.value.minimum_bytes
+    assert least < 0.38 * meter.peak_bytes
+    for share in (0.0, 0.3):
+        solution = lowtide.solve(chain, memory_budget=int(least + share * (meter.peak_bytes - least)), strategy="rotor")
+        with warnings.catch_warnings(), lowtide.attach(model, solution, split=split):
+            warnings.simplefilter("ignore", lowtide.LowtideWarning)  # no trial step has corrected the prediction
+            step(model, x)
+            with Meter("cpu") as taken:
+                step(model, x)
+        assert 0.99 * taken.peak_bytes <= solution.peak_bytes <= 1.05 * taken.peak_bytes

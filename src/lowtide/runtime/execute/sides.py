@@ -6,15 +6,19 @@ tensor in it is as it was. What autograd saves of it is kept as a view (see `Sor
 
 The list says what is where, and nothing here depends on it: whoever is about to read a side value that is away gets it
 first. In the forward a guard looks at the tensors of every operation. After it only lowtide may have such a tensor: a
-side value that something else refers to stays on the device, or comes back.
+side value that something else refers to stays on the device, or comes back. What the guard cannot see, compiled code,
+has side values that stay; an extension that takes a tensor's address in C++ must not begin to read one, unannounced,
+that it did not read when the model was captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -152,16 +156,44 @@ class MovedSides:
         self.absent.clear()
         self._boxes.clear()
 
-    def guard(self) -> SideGuard:
-        """What sees to it, while the model's own code runs, that nothing is read that is away."""
-        return SideGuard(self)
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """See to it, while the model's own code runs in the block, that nothing is read that is away."""
+        with _OperationGuard(self), _MethodGuard(self):
+            yield
 
 
 def _is_named(side: _Side, num_own: NumOwn) -> bool:
     return has_other_names(side.tensor, 1 + num_own(side.address))
 
 
-class SideGuard(TorchDispatchMode):
+# What reads a tensor's memory, or tells where it is, without being an operation.
+_READING = frozenset(
+    {
+        torch.Tensor.tolist,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.data_ptr,
+    }
+)
+
+
+class _MethodGuard(TorchFunctionMode):
+    """Has side values fetched whose memory is about to be read past all operations, by kernels of Triton as well."""
+
+    def __init__(self, sides: MovedSides) -> None:
+        super().__init__()
+        self._sides = sides
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING and self._sides.absent:
+            with torch._C.DisableTorchFunction():
+                self._sides.need(args[:1])
+        return func(*args, **(kwargs or {}))
+
+
+class _OperationGuard(TorchDispatchMode):
     """Has side values fetched that an operation is about to read: the model may take another path than when it was
     captured, and hooks may read what they have collected.
     """

@@ -93,7 +93,7 @@ def measured_stages(
         figures.append(measurer.with_first_peak(figure, k))
         inputs = measurer.advance(k, inputs)
     skipping = skipping_in(staged, keeps_result=keeps_result)
-    return with_outliving(figures, skipping, staged.first_start_bytes), skipping
+    return with_outliving(figures, skipping, staged), skipping
 
 
 def _report(progress: Progress | None, stage: str, k: int, num_stages: int, variant: str, share: float) -> None:

@@ -15,6 +15,8 @@ without moves less the input where neither this stage nor the one before saves i
 the model's result, which the caller holds while stages before the last one run again |
 | `backward_extra_bytes` | the peak of backward beyond what was stored and the gradients of output, input and weights;
 and the model's result, as above |
+| `outliving` | outputs of earlier stages that the model's own code holds when the stage begins: a variable, an argument
+of a call around it, a list; see `lowtide.runtime.measure.sides` |
 | `side_values` | the storages that skip stages, see `lowtide.runtime.measure.sides`; no stage counts them |
 | `base_bytes` | all else: the batch, buffers, workspaces, what others have there |
 """
@@ -358,6 +360,7 @@ def _stages(
             optimizer_bytes=weight.optimizer_bytes,
             rerun_seconds=seconds[k - 1][0] * figure.rerun_share,
             saving_extra_bytes=saving_extra_bytes + kept_bytes,
+            outliving=figure.outliving,
         )
         variants = [
             Variant(

@@ -125,35 +125,56 @@ def with_side_values(figures: Sequence[StageFigures], skipping: Iterable[Skippin
 
 
 def with_outliving(
-    figures: Sequence[StageFigures], skipping: Iterable[Skipping], start_bytes: Sequence[int]
+    figures: Sequence[StageFigures], skipping: Sequence[Skipping], staged: StagedModel
 ) -> list[StageFigures]:
     """The figures with what the model's own code holds beyond its use when a stage begins: a variable, the arguments of
-    a call around it.
+    a call around it, a list.
 
-    Where all is saved, most of it is what an earlier stage has saved: there it counts as far as plain training takes no
-    more for it.
+    What of it is the output of an earlier stage counts where the schedule does not store that anyway (`outliving`). The
+    rest counts in every forward; where all is saved, most of it is what an earlier stage has saved: there it counts as
+    far as plain training takes no more for it.
 
     Args:
         figures: of each stage.
         skipping: what skips stages; a schedule counts it.
-        start_bytes: what was there when each stage began in the model's own run, which kept nothing for backward.
+        staged: knows what was there when each stage began in the model's own run, which kept nothing for backward.
     """
     sides = [sum(each.num_bytes for each in skipping if each.maker == k) for k in range(len(figures) + 1)]
     left_bytes = sum(figure.saved_bytes for figure in figures) + sum(sides)  # until the end of a forward that saves all
+    start_bytes = staged.first_start_bytes
     found = []
     for k, figure in enumerate(figures, start=1):
         counted_bytes = figures[k - 2].output_bytes + sum(sides[:k]) if k > 1 else 0
         more_bytes = max(0, start_bytes[k - 1] - start_bytes[0] - counted_bytes)
+        outliving = _held_outputs(staged, skipping, k, more_bytes)
+        more_bytes -= sum(num_bytes for _, num_bytes in outliving)
         left_bytes -= figure.saved_bytes + sides[k]
         found.append(
             replace(
                 figure,
+                outliving=outliving,
                 forward_extra_bytes=figure.forward_extra_bytes + more_bytes,
                 saving_extra_bytes=figure.saving_extra_bytes
                 + min(more_bytes, max(0, left_bytes - figure.saving_extra_bytes)),
             )
         )
     return found
+
+
+def _held_outputs(
+    staged: StagedModel, skipping: Sequence[Skipping], k: int, most_bytes: int
+) -> tuple[tuple[int, int], ...]:
+    """The outputs of stages before k - 1 that are held when stage k begins: which stage's, and how many bytes."""
+    alive = staged.first_alive[k - 1]
+    counted = {alive[origin][0] for each in skipping for origin in each.origins if origin in alive}
+    found: dict[int, int] = {}
+    for (m, number), (address, num_bytes) in sorted(alive.items(), reverse=True):
+        is_output = number in staged.stage(m + 1).input_numbers
+        if is_output and address not in counted and num_bytes <= most_bytes:
+            counted.add(address)
+            most_bytes -= num_bytes
+            found[m] = found.get(m, 0) + num_bytes
+    return tuple(sorted(found.items()))
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:

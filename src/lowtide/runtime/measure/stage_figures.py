@@ -36,6 +36,7 @@ class StageFigures:
         rerun: time of a forward that ends with the last tensor that it saves; None where that is its end.
         variants: the names and figures of other ways to run it, each found to compute the same.
         notes: what people should know of it, such as variants that were refused.
+        outliving: see `lowtide.chain.Stage`.
     """
 
     output_bytes: int = 0
@@ -57,6 +58,7 @@ class StageFigures:
     passed_on: tuple[int, ...] = ()
     variants: tuple[tuple[str, StageFigures], ...] = ()
     notes: tuple[str, ...] = ()
+    outliving: tuple[tuple[int, int], ...] = ()
 
     @property
     def rerun_share(self) -> float:

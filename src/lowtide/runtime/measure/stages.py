@@ -74,6 +74,9 @@ class StagedModel:
         self._start_bytes = 0  # before the first call of the last stage so far
         self.first_start_bytes: list[int] = []
         """What was there before the first call of each stage in the model's own run, without weights that visit."""
+        self.first_alive: list[dict[Origin, tuple[int, int]]] = []
+        """The tensors that were alive then, without those of the stage just before: the addresses and the sizes of
+        their storages."""
         self.first_peak_bytes: list[int] = []
         """The peak of each stage in the model's own run, beyond what was there when it began."""
         self.held: dict[Origin, torch.Tensor] = {}
@@ -91,6 +94,7 @@ class StagedModel:
         """
         self._meter = meter
         recording = Recording(self.model, self.split, on_stage=self._begin, on_first_call=self._note_start)
+        self._recording = recording  # what is noted on the way asks it
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             with recording:
                 result = self._sample.call(self.model)
@@ -98,7 +102,6 @@ class StagedModel:
             self._note_peak()
         self._state.end(self.num_stages)
         self._state.finish()
-        self._recording = recording
         self.first_target = [tensor.detach() for tensor in target]
         self._result = self._template(recording, result)
         for k in range(1, self.num_stages + 1):
@@ -135,6 +138,17 @@ class StagedModel:
             self._meter.reset_peak()
             self._start_bytes = self._meter.live_bytes
             self.first_start_bytes.append(self._start_bytes - self._visiting_bytes)
+            self.first_alive.append(dict(self._alive_before(self._stage - 1)))
+
+    def _alive_before(self, end: int) -> Iterator[tuple[Origin, tuple[int, int]]]:
+        """The tensors of the stages before one that are alive, with the addresses and the sizes of their storages."""
+        ledger = self._recording.ledger
+        assert ledger is not None
+        for m in range(1, end):
+            for number, tensor in ledger.alive(m).items():
+                if tensor.layout is torch.strided:
+                    storage = tensor.untyped_storage()
+                    yield (m, number), (storage._cdata, storage.nbytes())
 
     def _note_peak(self) -> None:
         if len(self.first_start_bytes) < self._stage:  # a stage without calls

@@ -25,7 +25,7 @@ from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StagedForward, StageLayout
-from lowtide.runtime.replay.tape import Origin, Tape
+from lowtide.runtime.replay.tape import Ledger, Origin, Tape
 from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
@@ -127,6 +127,8 @@ class Recording:
         self._model = model
         self._interception = Interception(model, self._layout.units, self._call)
         self._forward: _RecordedForward | None = None
+        self.ledger: Ledger | None = None
+        """Who made which tensor, from the beginning of the forward on."""
 
     def __enter__(self) -> Recording:
         self._interception.install()
@@ -161,7 +163,7 @@ class Recording:
             self._on_first_call,
             functions_of(self._model),
         )
-        current.session = forward
+        current.session, self.ledger = forward, forward.ledger
         try:
             result = forward.run(self._interception.whole_or(plain), args, kwargs)
         finally:

@@ -65,7 +65,7 @@ def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
 def _candidates(problem: Problem, cuts: Iterable[Starts]) -> list[Segmentation]:
     costs = costs_of(problem.chain, variants=False)
     found = [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
-    if problem.chain.side_values:  # the simulator knows their lifetimes
+    if problem.chain.has_other_values:  # the simulator knows their lifetimes
         peaks = (problem.evaluate(each.schedule("", problem.chain)).peak_bytes for each in found)
         found = [replace(each, peak_bytes=peak) for each, peak in zip(found, peaks, strict=True)]
     return found

@@ -24,6 +24,7 @@ from lowtide.strategies.continuous.readoff import ContinuousPlan
 from lowtide.strategies.continuous.search import ContinuousModel
 from lowtide.strategies.copies.gaps import Placement, Profile
 from lowtide.strategies.copies.improve import descend
+from lowtide.strategies.numerics.arrays import from_above
 
 # The model's best plans are close to each other, and conversion does not cost each the same.
 _NUM_PLANS = 8
@@ -60,7 +61,7 @@ def offloaded_plans(problem: Problem, slots: int) -> tuple[list[Placement], floa
         slots: how finely the search tells amounts of memory apart.
     """
     profile = once_each(problem.chain)
-    model = ContinuousModel.of(problem.chain, problem.bandwidth, recompute=False)
+    model = ContinuousModel.of(from_above(problem.chain), problem.bandwidth, recompute=False)
     found: list[Placement] = []
     seconds: float | None = None
     if problem.memory_budget >= model.minimum_bytes:
@@ -98,7 +99,7 @@ def converted_plans(problem: Problem, model: ContinuousModel, slots: int) -> tup
     goal = plans[0].seconds
     found = _placed(problem, plans, goal)
     for share in _SHARES:
-        best = min(placement.seconds for placement in found)
+        best = min((placement.seconds for placement in found), default=math.inf)
         if best <= goal * (1 + _DEAR):
             break
         less = minimum + int(share * (budget - minimum))
@@ -119,21 +120,33 @@ def _placed(problem: Problem, plans: Sequence[ContinuousPlan], goal_seconds: flo
 
 
 def converted(problem: Problem, plan: ContinuousPlan) -> Placement | None:
-    """One plan with its copies placed within the budget of the problem."""
-    profile = Profile(problem.chain, plan.order)
-    return _place(problem, profile, _moved(plan, profile))
+    """One plan with its copies placed within the budget of the problem.
 
-
-def plans_with_side_values_moved(problem: Problem, slots: int) -> list[Placement]:
-    """Schedules that may move side values, too; maybe none.
-
-    They are planned as if side values that can move took no room, for less and less memory. What they then lack is
-    found by moving.
+    What the code around the stages holds does not leave meanwhile; where that leaves no room, it may, and counts in
+    every forward, as in the model.
     """
-    sides = problem.chain.side_values
-    chain = replace(problem.chain, side_values=tuple(side for side in sides if side.stays))
+    chain = problem.chain
+    for each in (chain, from_above(chain)) if any(stage.outliving for stage in chain.stages) else (chain,):
+        profile = Profile(each, plan.order)
+        placement = _place(problem, profile, _moved(plan, profile))
+        if placement is not None:
+            return placement
+    return None
+
+
+def plans_with_other_values_moved(problem: Problem, slots: int) -> list[Placement]:
+    """Schedules that may move side values, too, and count what the code around the stages holds only where it is not
+    stored; maybe none.
+
+    They are planned as if both took no room, but for side values that stay, for less and less memory. What they then
+    lack is found by moving.
+    """
+    sides, stages = problem.chain.side_values, problem.chain.stages
+    staying = tuple(side for side in sides if side.stays)
+    chain = replace(problem.chain, side_values=staying, stages=tuple(replace(stage, outliving=()) for stage in stages))
     model = ContinuousModel.of(chain, problem.bandwidth, recompute=True)
     all_bytes = sum(side.num_bytes for side in sides if not side.stays)
+    all_bytes += max(sum(num_bytes for _, num_bytes in stage.outliving) for stage in stages)
     found: list[Placement] = []
     for share in _SHARES_OF_SIDE_VALUES:
         budget = problem.memory_budget - int(share * all_bytes)
@@ -145,6 +158,11 @@ def plans_with_side_values_moved(problem: Problem, slots: int) -> list[Placement
             start[_moved(plan, profile)] = True
             found += _searched(problem, profile, start)
     return found
+
+
+def moved_as_needed(problem: Problem, profile: Profile) -> list[Placement]:
+    """The same computations where all may move that is not needed, with the best choice that a local search finds."""
+    return _searched(problem, profile, np.ones(len(profile.gaps), dtype=np.bool_))
 
 
 def _searched(problem: Problem, profile: Profile, start: NDArray[np.bool_]) -> list[Placement]:

@@ -168,6 +168,7 @@ class _Reader:
         self.next_backward = chain.num_stages
         self.stored = chain.fixed_bytes + chain.input_bytes + chain.gradient_bytes(chain.num_stages)
         self.gaps: list[Gap] = []
+        self.has_run: set[int] = set()
         self.last_uses = sides.last_uses(chain, profile.order)
 
     def read(self) -> None:
@@ -191,6 +192,7 @@ class _Reader:
         is_unwanted = save == "all" and k == self.next_backward < self.chain.num_stages
         seconds = way.rerun_seconds if is_unwanted else way.forward_seconds
         extra_bytes = way.saving_extra_bytes if save == "all" else stage.forward_extra_bytes
+        transient_bytes += self._outliving(position, k)
         self._note(position, seconds, num_bytes + extra_bytes + transient_bytes)
         self.sizes[made] = num_bytes
         self.made[made] = self.touched[made] = position
@@ -219,6 +221,17 @@ class _Reader:
                 self._remove(position, value)
         self._free_side_values(position)
         self.next_backward = k - 1
+
+    def _outliving(self, position: int, k: int) -> int:
+        """What the code around stage k holds in its first forward and nothing stores; what is stored cannot leave."""
+        more_bytes = 0
+        for m, num_bytes in () if k in self.has_run else self.chain.stage(k).outliving:
+            stored = [value for value in (("a", m), ("abar", m)) if value in self.sizes]
+            more_bytes += 0 if stored else num_bytes
+            for value in stored:
+                self._touch(position, value)
+        self.has_run.add(k)
+        return more_bytes
 
     def _side_values(self, position: int, k: int) -> int:
         """Touch what a computation of stage k reads, and make what its forward makes; the bytes made in vain."""

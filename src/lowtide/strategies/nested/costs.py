@@ -51,6 +51,11 @@ class Costs(NamedTuple):
     sides: Bytes
     """`sides.forward_bytes`: side values during forward k of s..t above those in `beside`; without any, no entries."""
     forward_extra: Bytes
+    outliving: Bytes
+    """Entry (k, s): what the code around the stages may hold in the first forward of k on the way from s to a split of
+    s..n, a[s-1] not counted; without any, no entries."""
+    outliving_saving: Bytes
+    """The same in a first forward k that saves all."""
     forward_until: Seconds
     """The seconds of forward 1..k, as variant 0."""
     split_until: Seconds
@@ -113,12 +118,15 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
         split_until = np.concatenate(([0.0, 0.0], forward_until[:-2]))
         seconds = float(forward_until[n - 1]) + sum(fastest_last)
     columns = _Way(*zip(*ways, strict=True))
+    outliving, outliving_saving = _outliving(chain)
     return Costs(
         saves_ahead=saves_ahead,
         activation=np.array([chain.activation_bytes(k) for k in range(n + 1)], np.int64),
         beside=np.array(beside, np.int64),
         sides=sides.forward_bytes(chain),
         forward_extra=np.array([0, *(stage.forward_extra_bytes for stage in chain.stages)], np.int64),
+        outliving=outliving,
+        outliving_saving=outliving_saving,
         forward_until=forward_until,
         split_until=split_until,
         first_way=np.array(first_way, np.int64),
@@ -129,6 +137,30 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
         way_slower_last=np.array(columns.last_seconds, np.float64),
         fastest_seconds=seconds,
     )
+
+
+def _outliving(chain: Chain, *, from_below: bool = False) -> tuple[Bytes, Bytes]:
+    """What the code around the stages holds in first forwards: `Costs.outliving` and `Costs.outliving_saving`.
+
+    Of a[m] with m < s - 1 it is not known here whether it is stored. From above, none of these is; from below, all are.
+    """
+    n = chain.num_stages
+    if not any(stage.outliving for stage in chain.stages):
+        return np.zeros((0, 0), np.int64), np.zeros(0, np.int64)
+    found, saving = np.zeros((n + 1, n + 2), np.int64), np.zeros(n + 1, np.int64)
+    for k, stage in enumerate(chain.stages, start=1):
+        for m, num_bytes in stage.outliving:
+            found[k, : m + 1] += num_bytes  # dropped on the way from s
+            if not from_below:
+                found[k, m + 2 :] += num_bytes
+                saving[k] += num_bytes
+    return found, saving
+
+
+def from_below(costs: Costs, chain: Chain) -> Costs:
+    """The costs where the code around the stages holds only what is not stored for sure."""
+    outliving, saving = _outliving(chain, from_below=True)
+    return costs._replace(outliving=outliving, outliving_saving=saving)
 
 
 class _Way(NamedTuple):

@@ -94,11 +94,16 @@ def beside_forward(costs: Costs, k: int, t: int) -> int:
 @kernel_part
 def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
     """The peak of the forward of stage s in a way, with what stands beside s..t, and of its backward."""
-    return int(max(beside_forward(costs, s, t) + costs.way_forward[way], costs.way_backward[way]))
+    during_forward = beside_forward(costs, s, t) + costs.way_forward[way]
+    if t < costs.outliving_saving.shape[0] and t == costs.activation.shape[0] - 1:
+        during_forward += costs.outliving_saving[s]
+    return int(max(during_forward, costs.way_backward[way]))
 
 
 @kernel_part
 def forward_peak(costs: Costs, s: int, k: int, t: int) -> int:
     """The peak of forward k on the way from s to a split of s..t; the input of s itself is not counted."""
     peak = beside_forward(costs, k, t) + int(costs.activation[k] + costs.forward_extra[k])
+    if t < costs.outliving.shape[0] and t == costs.activation.shape[0] - 1:
+        peak += int(costs.outliving[k, s])
     return peak + int(costs.activation[k - 1]) if k > s else peak

@@ -13,11 +13,13 @@ The memory that the compiled loops share out is the budget less `Chain.fixed_byt
 in these figures; whatever keeps it counts it.
 
 Side values (see `lowtide.strategies.sides`) are counted from above: what a forward makes is in its peak, and in the
-forward phase all of them stand beside it.
+forward phase all of them stand beside it. What the code around the stages holds (`Stage.outliving`) is not counted
+here: see `from_above`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +49,26 @@ class ChainArrays(NamedTuple):
     heavy_peak: Integers
     backward_peak: Integers
     num_variants: Integers
+
+
+def from_above(chain: Chain) -> Chain:
+    """The chain where every forward takes what the code around the stages may hold meanwhile, whatever is stored."""
+    stages = []
+    for stage in chain.stages:
+        more = sum(num_bytes for _, num_bytes in stage.outliving)
+        variants = [replace(each, forward_extra_bytes=each.forward_extra_bytes + more) for each in stage.variants]
+        stages.append(
+            replace(
+                stage,
+                forward_extra_bytes=stage.forward_extra_bytes + more,
+                saving_extra_bytes=stage.saving_extra_bytes + more,
+                variants=tuple(variants),
+                outliving=(),
+            )
+            if more
+            else stage
+        )
+    return replace(chain, stages=tuple(stages))
 
 
 def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:

@@ -21,6 +21,7 @@ def least_seconds(problem: Problem, *, step_in_backward: bool) -> float:
     """No round within the budget is shorter."""
     chain, updated = problem.chain, updated_stages(problem.chain)
     bare = replace(without_weights(chain), side_values=())
+    bare = replace(bare, stages=tuple(replace(stage, outliving=()) for stage in bare.stages))
     model = ContinuousModel.of(bare, problem.bandwidth, recompute=True)
     passes = model.bound_seconds(problem.memory_budget)
     updates = sum(chain.stage(k).update_seconds for k in updated)
