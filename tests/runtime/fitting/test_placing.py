@@ -142,6 +142,28 @@ def test_what_is_there_already_comes_along():
         assert_equal(train(model, optimizer), expected)
 
 
+def test_a_plan_file_for_a_model_that_is_on_the_cpu(tmp_path):
+    expected = train(*made(Tied))
+    others = others_bytes()
+    model, optimizer = made(Tied)
+    with fitted(model, others + 2 * weight_bytes(Tied), optimizer=optimizer) as plan:
+        plan.save(tmp_path / "plan.json")
+    del plan, model, optimizer
+    model, optimizer = made(Tied)
+    with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
+        lowtide.load_plan(tmp_path / "plan.json", model, device="cpu")
+    gc.collect()
+    with Meter("cpu") as meter:
+        before = meter.live_bytes
+        plan = lowtide.load_plan(tmp_path / "plan.json", model, optimizer=optimizer, device="cpu")
+        assert meter.live_bytes < before - 0.7 * weight_bytes(Tied)
+        assert meter.peak_bytes < before + 0.3 * weight_bytes(Tied)
+    assert_equal(train(model, optimizer), expected)
+    assert len(plan._part.execution.machine.tier._pieces.made) == 2  # weights, and what is made for them later
+    plan.detach()
+    assert all(parameter.untyped_storage().resizable() for parameter in model.parameters())
+
+
 def test_a_model_that_fits_stays_as_it_is():
     model, optimizer = made()
     with fitted(model, others_bytes() + 40 * weight_bytes(), optimizer=optimizer) as plan:

@@ -22,7 +22,6 @@ from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
-from lowtide.runtime.fitting.placing import Placed, device_to_use, move
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
 from lowtide.runtime.graphs.pool import Pool
@@ -33,6 +32,7 @@ from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for, tier_on
 from lowtide.runtime.plan.load import plan_from_dict
+from lowtide.runtime.plan.placing import Placed, device_to_use, move
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved

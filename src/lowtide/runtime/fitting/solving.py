@@ -12,9 +12,9 @@ from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import StageNames
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.checks import Checks
-from lowtide.runtime.fitting.placing import Placed
 from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.plan.attach import host_bytes
+from lowtide.runtime.plan.placing import Placed
 from lowtide.solve import Solution, solve
 
 # What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lowtide.files import read_json
 from lowtide.progress import DelayedProgress
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.execute.stepping import check_can_move
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import (
     check_can_graph,
@@ -25,10 +27,13 @@ from lowtide.runtime.plan.attach import (
     device_of,
     expected_bytes,
     graphs_of,
-    tier_for,
+    tier_on,
 )
+from lowtide.runtime.plan.placing import Placed, device_to_use, move
 from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, fingerprint
+from lowtide.runtime.transfer.arena import rounded
+from lowtide.runtime.transfer.cargo import Mirror, Tier
 from lowtide.schedule import Schedule
 
 
@@ -38,6 +43,7 @@ def load_plan(
     *,
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device | None = None,
     cuda_graphs: bool = False,
     progress: Callable[[str, float], None] | bool | None = None,
 ) -> Plan:
@@ -45,9 +51,10 @@ def load_plan(
 
     Args:
         path: the file.
-        model: the same model as then, on the same kind of device.
+        model: the same model as then, on the same kind of device, or on the CPU (see `device`).
         host_memory_budget: bytes of host memory for what is moved; None: what the schedule needs.
         optimizer: the optimizer of all trained parameters, for a plan that moves weights.
+        device: where to train, for a model that is still on the CPU, as for `lowtide.fit`. None: where the model is.
         cuda_graphs: on CUDA, capture steps as graphs and replay them.
         progress: called with the current task and the share done, 0 to 1: pinning host memory for weights takes
             seconds. True: show a bar; False: do not; None: show one on a terminal, after 2 seconds.
@@ -64,6 +71,7 @@ def load_plan(
                 model,
                 host_memory_budget=host_memory_budget,
                 optimizer=optimizer,
+                device=device,
                 cuda_graphs=cuda_graphs,
                 progress=progress if callable(progress) else bar,
             )
@@ -77,6 +85,7 @@ def plan_from_dict(
     *,
     host_memory_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    device: str | torch.device | None = None,
     cuda_graphs: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Plan:
@@ -86,7 +95,8 @@ def plan_from_dict(
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")
     if values.get("format") != FORMAT:
         raise PlanError(f"format is {shown(values.get('format'))}, expected {FORMAT!r}; write one with plan.save")
-    _check_fingerprint(values.get("model"), fingerprint(model))
+    used = device_of(model) if device is None else device_to_use(model, device)
+    _check_fingerprint(values.get("model"), fingerprint(model, used))
     split = _split_from(values.get("split"))
     _check_units(split, model)
     schedule = Schedule.from_dict(values.get("schedule") or {})
@@ -97,20 +107,26 @@ def plan_from_dict(
     checked = None if values.get("checked") is None else Signature.from_dict(values["checked"])
     numbers = {name: _whole_number(name, values.get(name)) for name in ("memory_budget", "rehearsed_peak_bytes")}
     bandwidth = _whole_number("bandwidth", values.get("bandwidth")) or 0
-    tier = tier_for(model, host_memory_budget, expected_bytes(model, chain, schedule), progress)
     if cuda_graphs:
-        check_can_graph(device_of(model), are_moved=bool(schedule.manages))
+        check_can_graph(used, are_moved=bool(schedule.manages))
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
-    compiled = None if compilation is None else compilation.of(model, split)
+    if schedule.manages:
+        check_can_move(model, optimizer)
+        check_steps_alone(optimizer)
+    tier = tier_on(used, host_memory_budget, progress=progress)
+    homes, take_back = _placed(model, split, schedule, optimizer, tier, used, device is not None, progress)
+    compiled = None
     try:
-        if schedule.manages:
-            check_steps_alone(optimizer)
-        execution = Execution(model, split, schedule, chain, tier, optimizer=optimizer)
+        compiled = None if compilation is None else compilation.of(model, split)
+        there = sum(rounded(mirror.tensor.nbytes) for mirror in (homes or {}).values())
+        tier.expect(max(0, expected_bytes(model, chain, schedule) - there))
+        execution = Execution(model, split, schedule, chain, tier, optimizer=optimizer, homes=homes)
     except BaseException:
         if compiled is not None:
             compiled.remove()
+        take_back()
         raise
     part = Part(
         execution,
@@ -122,7 +138,30 @@ def plan_from_dict(
         checked=checked,
         graphs=graphs_of(execution) if cuda_graphs else None,
     )
-    return Plan(model, part)
+    return Plan(model, part, on_detach=take_back)
+
+
+def _placed(
+    model: nn.Module,
+    split: Split,
+    schedule: Schedule,
+    optimizer: torch.optim.Optimizer | None,
+    tier: Tier,
+    device: torch.device,
+    is_asked: bool,
+    progress: Callable[[str, float], None] | None,
+) -> tuple[dict[int, Mirror] | None, Callable[[], None]]:
+    """Have a model that is on the CPU where its schedule needs it: on the device, or with weights on the lower tier,
+    whose places are returned; and what takes it back.
+    """
+    if is_asked and schedule.manages and optimizer is not None:
+        placed = Placed(model, optimizer, device, tier, progress)
+        placed.settle(split)
+        return placed.homes, placed.take_back
+    if device == device_of(model):
+        return None, lambda: None
+    move(model, optimizer, device)
+    return None, partial(move, model, optimizer, torch.device("cpu"))
 
 
 def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:

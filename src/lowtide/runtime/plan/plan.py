@@ -179,10 +179,20 @@ class Plan:
         part: what to do for the first calls.
         planner: makes parts for calls of another signature; None: they are refused, where the first part has one.
         replan: whether the planner is asked for other signatures, too; else only where a step exceeds the budget.
+        on_detach: called at the end of `detach`.
     """
 
-    def __init__(self, model: nn.Module, part: Part, planner: Planner | None = None, *, replan: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Part,
+        planner: Planner | None = None,
+        *,
+        replan: bool = True,
+        on_detach: Callable[[], None] = lambda: None,
+    ) -> None:
         self.model = model
+        self._on_detach = on_detach
         self._part = part
         self._planner = planner
         self._replans = replan and planner is not None
@@ -348,6 +358,7 @@ class Plan:
                     self._part.compiled.remove()
                 if self._planner is not None:
                     self._planner.remove()
+                self._on_detach()
 
     def __enter__(self) -> Plan:
         return self

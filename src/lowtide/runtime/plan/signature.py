@@ -210,12 +210,12 @@ def _stands_at(module: nn.Module, model: nn.Module, path: str) -> bool:
         return False
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What must stay the same in a model and its machine for a plan to be valid, by name."""
+def fingerprint(model: nn.Module, device: torch.device | None = None) -> dict[str, str]:
+    """What must stay the same in a model and its machine for a plan to be valid, by name; None: the model's device."""
     parameters = [f"{name} {list(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
     buffers = [f"{name} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     modules = [f"{name} {type(module).__qualname__}" for name, module in model.named_modules()]
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     return {
         "modules": _digest(modules),
         "parameters": _digest(parameters),

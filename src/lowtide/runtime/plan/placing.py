@@ -98,17 +98,21 @@ class Placed:
         self.homes[mirror.tensor.untyped_storage()._cdata] = mirror
         return mirror.tensor.detach()
 
-    def visits(self, split: Split) -> Weights:
-        """The weights of each stage, to be on the device while it is measured; those that no stage has to itself, or
-        that are shared, are there from now on.
+    def settle(self, split: Split) -> dict[int, list[nn.Parameter]]:
+        """The weights of each stage, which visit the device; those that no stage has to itself, or that are shared, are
+        there from now on.
         """
         movable = movable_parameters(self._model, split, self.tier.smallest_bytes, self.homes)
         moved = {id(parameter) for own in movable.values() for parameter in own}
         for parameter in self._model.parameters():
             if id(parameter) not in moved and self.homes.pop(_address(parameter), None) is not None:
                 parameter.data = parameter.data.clone()
+        return movable
+
+    def visits(self, split: Split) -> Weights:
+        """The weights of each stage, to be on the device while it is measured."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        return Weights(self.tier, movable, names, None, self.homes)
+        return Weights(self.tier, self.settle(split), names, None, self.homes)
 
     @property
     def num_bytes(self) -> int:
