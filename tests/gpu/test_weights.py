@@ -528,3 +528,14 @@ def test_a_link_that_is_busy_both_ways_is_measured():
     device = torch.device("cuda")
     alone, both_ways = measured_bandwidth(device), measured_bandwidth(device, both_ways=True)
     assert 0.4 * alone < both_ways < 1.2 * alone
+
+
+def test_a_model_that_is_on_the_device_already_stays_there():
+    model = network(**LARGER)
+    optimizer = make_adamw(model.parameters())
+    budget = torch.cuda.memory_allocated() + sum(p.nbytes for p in model.parameters())
+    x = torch.randn(64, 1024)
+    with lowtide.fit(model, x, memory_budget=budget, optimizer=optimizer, loss=square, device="cuda") as plan:
+        assert plan.schedule.strategy == "joint"
+        train(model, optimizer, 2, width=1024, notes=False)
+    assert all(parameter.is_cuda for parameter in model.parameters())

@@ -32,7 +32,7 @@ from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for, tier_on
 from lowtide.runtime.plan.load import plan_from_dict
-from lowtide.runtime.plan.placing import Placed, device_to_use, move
+from lowtide.runtime.plan.placing import Placed, comes_from_cpu, device_to_use, move
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved
@@ -169,7 +169,7 @@ def fit(
     called = Sample.of(sample_from(model, sample))
     if device is not None:
         called = called.on(used)
-    goes_to = None if device is None else used
+    goes_to = used if device is not None and comes_from_cpu(model) else None
     if settings.progress is None and (not is_distributed() or is_first()):
         with DelayedProgress(enabled=progress is not False, always=progress is True) as shown_progress:
             return _attached(model, called, replace(settings, progress=shown_progress), goes_to, replan=replan)

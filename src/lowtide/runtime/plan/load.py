@@ -29,7 +29,7 @@ from lowtide.runtime.plan.attach import (
     graphs_of,
     tier_on,
 )
-from lowtide.runtime.plan.placing import Placed, device_to_use, move
+from lowtide.runtime.plan.placing import Placed, comes_from_cpu, device_to_use, move
 from lowtide.runtime.plan.plan import FORMAT, Part, Plan, attached_plan
 from lowtide.runtime.plan.signature import Signature, fingerprint
 from lowtide.runtime.transfer.arena import rounded
@@ -116,7 +116,8 @@ def plan_from_dict(
         check_can_move(model, optimizer)
         check_steps_alone(optimizer)
     tier = tier_on(used, host_memory_budget, progress=progress)
-    homes, take_back = _placed(model, split, schedule, optimizer, tier, used, device is not None, progress)
+    is_placed = device is not None and comes_from_cpu(model)
+    homes, take_back = _placed(model, split, schedule, optimizer, tier, used, is_placed, progress)
     compiled = None
     try:
         compiled = None if compilation is None else compilation.of(model, split)
@@ -148,13 +149,13 @@ def _placed(
     optimizer: torch.optim.Optimizer | None,
     tier: Tier,
     device: torch.device,
-    is_asked: bool,
+    is_placed: bool,
     progress: Callable[[str, float], None] | None,
 ) -> tuple[dict[int, Mirror] | None, Callable[[], None]]:
     """Have a model that is on the CPU where its schedule needs it: on the device, or with weights on the lower tier,
     whose places are returned; and what takes it back.
     """
-    if is_asked and schedule.manages and optimizer is not None:
+    if is_placed and schedule.manages and optimizer is not None:
         placed = Placed(model, optimizer, device, tier, progress)
         placed.settle(split)
         return placed.homes, placed.take_back

@@ -45,6 +45,11 @@ def device_to_use(model: nn.Module, device: Any) -> torch.device:
     return found
 
 
+def comes_from_cpu(model: nn.Module) -> bool:
+    """Whether a model is on the CPU, where it goes back to in the end."""
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 class Placed:
     """A model whose weights are on the lower tier of a device.
 
