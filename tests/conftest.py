@@ -1,4 +1,4 @@
-"""For all tests: `--core`, and what was imported is left out of garbage collections."""
+"""For all tests: `--core`, what was imported is left out of garbage collections, and stages are timed in few runs."""
 
 from __future__ import annotations
 
@@ -75,6 +75,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.stash.get(_NUM_MODULES, 0) != len(sys.modules):
         _freeze()
     item.config.stash[_NUM_MODULES] = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def _few_timed_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median of three runs and not of nine: on a CPU no test depends on what a stage takes."""
+    timing = sys.modules.get("lowtide.runtime.measure.timing")
+    if timing is not None and request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(timing, "_MOST_RUNS", timing._FEWEST_RUNS)
 
 
 def _freeze() -> None:

@@ -158,7 +158,14 @@ def test_a_name_that_no_network_has_replaces_no_results(tmp_path):
 
 def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_from_being_measured(tmp_path):
     arguments = argparse.Namespace(
-        seconds=60.0, output=tmp_path, tiny=True, memory_budgets=[], segments=None, variants="off", resume=None
+        seconds=60.0,
+        output=tmp_path,
+        tiny=True,
+        memory_budgets=[],
+        segments=None,
+        variants="off",
+        regions="off",
+        resume=None,
     )
     run = peers.Run(arguments, torch.device("cpu"))
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic matrix products
-
 import gc
 import itertools
 import math
@@ -22,21 +18,16 @@ from lowtide import Backward, Forward, Offload, Prefetch, Release, Schedule
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 from lowtide.zoo import make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 N = len(models.stages_of_every_kind())
 WIDTH = 64
 SHAPE = (256, WIDTH)
 LONG_SLEEP = 50_000_000  # clock cycles, some 30 ms
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
 
 
 def model_on_gpu() -> nn.Sequential:

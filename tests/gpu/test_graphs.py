@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic matrix products
-
 import gc
 from dataclasses import replace
 
@@ -20,22 +16,16 @@ from torch import nn
 import lowtide
 from lowtide.runtime.plan.attach import split_for
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 N = len(models.stages_of_every_kind())
 WIDTH = 64
 SHAPE = (256, WIDTH)
 NUM_STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def model_on_gpu() -> nn.Sequential:

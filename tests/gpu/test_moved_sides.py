@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from benchmarks.coverage_shapes import UNet
@@ -13,18 +11,13 @@ from tests.runtime.training import assert_equal
 from lowtide import Schedule
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 LONG_SLEEP = 50_000_000  # clock cycles, some 30 ms
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    yield
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
 
 
 def schedule_of(order: str, kind: type[UNet] = UNet) -> Schedule:

@@ -15,15 +15,11 @@ from lowtide import Forward
 from lowtide.runtime.compile import loss as compiled_loss
 from lowtide.zoo import make
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 
 def build(dtype: str) -> tuple[nn.Module, dict]:

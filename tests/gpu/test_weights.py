@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic matrix products
-
 import copy
 import gc
 import io
@@ -34,7 +30,11 @@ from lowtide.errors import ExecutionError
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 WIDTH, NUM_BLOCKS = 512, 4
 LONG_SLEEP = 20_000_000  # clock cycles, some 12 ms
@@ -49,14 +49,6 @@ OPTIMIZERS: dict[str, Make] = {
     "fused momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, nesterov=True, fused=True),
 }
 make_adamw = OPTIMIZERS["fused"]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    gc.collect()
 
 
 def network(dtype: torch.dtype = torch.float32, width: int = WIDTH, num_blocks: int = NUM_BLOCKS) -> nn.Sequential:

@@ -2,90 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import lowtide
 from lowtide.runtime.plan.plan import attached_plan
 
-lightning = pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
 WIDTH = 16
 
 
-def blocks() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)))
-
-
-class Regression(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how = how
-        self.network = blocks()
-        if how == "two networks":
-            self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x)
-
-    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        (x,) = batch
-        y = self(x) if self.how == "itself" else self.network(x)
-        if self.how == "two networks":
-            y = self.head(y)
-        return nn.functional.mse_loss(y, x)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Recorder(lightning.pytorch.loggers.Logger):  # type: ignore[misc, name-defined]
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics: dict[str, float] = {}
-
-    name, version = "recorder", "0"
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.metrics.update(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-
-def trained(
-    how: str,
-    callbacks: list[Any],
-    resume: str | None = None,
-    loader: Any = None,
-    kind: Any = Regression,
-    **settings: Any,
-) -> tuple[Regression, Recorder]:
-    module, recorder = kind(how), Recorder()
-    torch.manual_seed(1)
-    data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
-    if loader is None:
-        loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
-    trainer = lightning.Trainer(
-        max_steps=4,
-        accelerator="cpu",
-        devices=1,
-        logger=recorder,
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-        **{"enable_checkpointing": False, **settings},
-    )
-    trainer.fit(module, loader, ckpt_path=resume)
-    return module, recorder
+def trained(how: str, callbacks: list[Any], kind: str = "Regression", **settings: Any) -> tuple[Any, Any]:
+    module = importlib.import_module("tests.integrations.lightning_training")
+    return module.trained(how, callbacks, kind=getattr(module, kind), **settings)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +56,7 @@ def test_training_that_is_saved_and_resumed(tmp_path: Path) -> None:
     """As without a plan, where Lightning's resumed run sees its loader's batches from the start."""
 
     def in_two_runs(folder: Path, *callbacks: Any) -> list[list[torch.Tensor]]:
-        saving = lightning.pytorch.callbacks.ModelCheckpoint(
+        saving = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint(
             dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1
         )
         settings = {"resume": None, "enable_checkpointing": True}
@@ -179,27 +114,13 @@ def test_no_batch_of_a_stream_is_lost() -> None:
         assert torch.equal(one, other)
 
 
-class ByHand(Regression):
-    """Steps itself."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(super().training_step(batch, index))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def test_updates_in_backward_need_steps_by_hand() -> None:
     options = {"bandwidth": "2GB/s", "strategy": "joint", "step_in_backward": True}
     with pytest.raises(lowtide.PlanError, match=r"step_in_backward=True.*automatic_optimization = False"):
         trained("itself", [lowtide.LightningCallback("1GiB", **options)])
-    expected, _ = trained("itself", [], kind=ByHand)
+    expected, _ = trained("itself", [], kind="ByHand")
     callback = lowtide.LightningCallback("1GiB", **options)
-    found, _ = trained("itself", [callback], kind=ByHand)
+    found, _ = trained("itself", [callback], kind="ByHand")
     assert callback.plan.stats().num_steps == 4
     for one, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import importlib.util
-import json
-import os
+import io
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
+from tests.processes import run_two
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,77 +23,86 @@ ROOT = Path(__file__).parents[2]
 NOT_ALL_KEPT = r"stages kept, (?!0 recomputed, 0 offloaded)"
 
 
-def run(*command: str) -> str:
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+def run(name: str, *arguments: object) -> str:
+    """What a program prints, as by `python NAME ARGUMENTS` but in this process: importing takes longer than it does."""
+    with (
+        mock.patch.object(sys, "argv", [name, *map(str, arguments)]),
+        contextlib.redirect_stdout(io.StringIO()) as text,
+    ):
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    return text.getvalue()
 
 
-# Runs programs one after the other, as `python PROGRAM ...` does; what they import takes longer than they do.
-IN_TURN = """
-import contextlib, gc, io, json, runpy, sys
-said = {}
-for name, *arguments in json.loads(sys.argv[1]):
-    sys.argv = [name, *arguments]
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        runpy.run_path(name, run_name="__main__")
-    said[name] = text.getvalue()
-    gc.collect()  # budgets hold for all tensors of a process
-print(json.dumps(said))
-"""
+@pytest.fixture
+def _alone() -> None:
+    """What other tests keep is not seen by meters: budgets hold for all tensors of a process."""
+    gc.collect()
+    gc.freeze()
 
 
-def installed(*names: str) -> bool:
-    return all(map(importlib.util.find_spec, names))
-
-
-def test_examples(tmp_path):
+@pytest.mark.usefixtures("_alone")
+def test_demo(tmp_path):
     report = tmp_path / "plan.html"
-    programs = [
-        ["examples/image_classifier.py", "--tiny"],
-        ["examples/weights_on_host.py", "--tiny"],
-        ["examples/demo.py", "--tiny", "--figure", str(tmp_path / "plan.svg"), "--report", str(report)],
-    ]
-    if installed("lightning"):
-        programs.insert(0, ["examples/lightning_module.py", "--tiny"])
-    if installed("transformers", "accelerate"):
-        programs.append(["examples/trainer_finetuning.py", "--tiny"])
-        programs.append(["examples/finetune_llm.py", "--tiny", "--output", str(tmp_path / "checkpoint.pt")])
-    said = json.loads(run("-c", IN_TURN, json.dumps(programs)).splitlines()[-1])
-
-    text = said["examples/demo.py"]
+    text = run("examples/demo.py", "--tiny", "--figure", tmp_path / "plan.svg", "--report", report)
     assert "equal" in text
     assert "DIFFERENT" not in text
     assert (tmp_path / "plan.svg").read_text().startswith("<?xml")
     assert f"the report: {report}" in text
     assert report.read_text().startswith("<!doctype html>")
 
-    text = said["examples/image_classifier.py"]
+
+@pytest.mark.usefixtures("_alone")
+def test_image_classifier():
+    text = run("examples/image_classifier.py", "--tiny")
     assert "step 2: loss" in text
     assert re.search(NOT_ALL_KEPT, text)
 
-    text = said["examples/weights_on_host.py"]
+
+@pytest.mark.usefixtures("_alone")
+def test_weights_on_host():
+    text = run("examples/weights_on_host.py", "--tiny")
     assert "step 2: loss" in text
     assert "strategy 'joint'" in text
     assert "on host    weights" in text
     assert "saved and loaded" in text
 
-    text = said.get("examples/finetune_llm.py")
-    assert text is None or ("strategy 'joint'" in text and "step 2: loss" in text and "(3 steps)" in text), text
-    assert text is None or set(torch.load(tmp_path / "checkpoint.pt")) == {"model", "optimizer"}
 
-    for name in ("examples/trainer_finetuning.py", "examples/lightning_module.py"):
-        text = said.get(name)
-        assert text is None or ("(3 steps)" in text and re.search(NOT_ALL_KEPT, text)), text
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+def test_finetuning_with_weights_on_the_host(tmp_path):
+    text = run("examples/finetune_llm.py", "--tiny", "--output", tmp_path / "checkpoint.pt")
+    assert "strategy 'joint'" in text
+    assert "step 2: loss" in text
+    assert "(3 steps)" in text
+    assert set(torch.load(tmp_path / "checkpoint.pt")) == {"model", "optimizer"}
 
 
-def test_data_parallel_training():
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    text = run(*command, "examples/ddp.py", "--tiny")
-    assert text.count("step 2: loss") == 2
-    assert text.count("lowtide plan") == 1
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [("trainer_finetuning", ["transformers", "accelerate"]), ("lightning_module", ["lightning"])],
+)
+def test_frameworks(name, libraries):
+    if not all(map(importlib.util.find_spec, libraries)):
+        pytest.skip(f"needs {' and '.join(libraries)}")
+    text = run(f"examples/{name}.py", "--tiny")
+    assert "(3 steps)" in text
     assert re.search(NOT_ALL_KEPT, text)
+
+
+def in_a_group(rank: int, folder: str) -> None:
+    """The example in one of two processes, as `torchrun` starts them."""
+    init = functools.partial(
+        torch.distributed.init_process_group, init_method=f"file://{folder}/group", rank=rank, world_size=2
+    )
+    with mock.patch.object(torch.distributed, "init_process_group", init):
+        Path(folder, f"printed {rank}").write_text(run("examples/ddp.py", "--tiny"), encoding="utf-8")
+
+
+def test_data_parallel_training(tmp_path):
+    run_two(in_a_group, tmp_path)
+    first, second = (Path(tmp_path, f"printed {rank}").read_text(encoding="utf-8") for rank in range(2))
+    assert "rank 0, step 2: loss" in first
+    assert "rank 1, step 2: loss" in second
+    assert "lowtide plan" not in second
+    assert re.search(NOT_ALL_KEPT, first)

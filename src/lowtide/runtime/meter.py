@@ -352,11 +352,17 @@ class _WatchedAccount(TorchDispatchMode):
     def see(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._device_type or _has_no_memory(tensor):
             return
-        for part in (tensor,) if tensor.layout is torch.strided else _parts_of(tensor):
-            self._count(part.untyped_storage())
+        if tensor.layout is torch.strided:
+            self._count(tensor.untyped_storage())
+        else:
+            for part in _parts_of(tensor):
+                self._count(part.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
+        entry = self._known.get(key)
+        if entry is not None and entry[1] == num_bytes:  # most are: every argument was a result before
+            return
         with self._lock:
             entry = self._known.get(key)
             if entry is not None and entry[1] == num_bytes:
@@ -417,10 +423,14 @@ def _lifted(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
             _push_mode(mode)
 
 
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Wrappers around other tensors, and tensors of a tracer: what they stand for is counted by itself."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # of torch.func's transforms
+    if type(tensor) in _PLAIN_TENSORS:
+        return _is_functorch_wrapped(tensor)  # of torch.func's transforms
     fake = torch._subclasses.FakeTensor
     return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, fake) or torch._is_functional_tensor(tensor)
 

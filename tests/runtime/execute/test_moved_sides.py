@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,17 @@ def test_a_chain_that_does_not_say_which_tensors_they_are_is_refused() -> None:
         provenance = {"split": chain.provenance["split"], **wrong}
         with pytest.raises(PlanError, match=message):
             attached(model, replace(chain, provenance=provenance), schedule)
+
+
+def test_a_saved_plan_moves_them_too(tmp_path: Path) -> None:
+    _, x, plan = moved_network()
+    with plan:
+        plan.save(tmp_path / "plan.json")
+    model, _ = network()
+    with lowtide.load_plan(tmp_path / "plan.json", model) as loaded:
+        found = gradients(model, x)
+        assert loaded.stats().moved_bytes_per_step > 0
+    assert all(map(torch.equal, found, gradients(network()[0], x)))
 
 
 def test_what_the_model_returns_stays() -> None:

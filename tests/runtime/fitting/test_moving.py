@@ -284,7 +284,7 @@ def test_accumulation_within_the_budget():
 
 def test_activations_beside_weights_that_move():
     """Passes take the most here, with optimizer state of some stages on the device that does not exist before."""
-    num_rows = 3000
+    num_rows = 1000
     x = batch(blocks, num_rows)
     expected = train(*made(blocks), x)
     least = least_budget(blocks, num_rows, strategy="joint")

@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import ExecutionError, PlanError, shown
 from lowtide.runtime.compile.loss import functions_of
+from lowtide.runtime.compile.regions import regions_of
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.coarse import Coarse, coarsened
 from lowtide.runtime.execute.executor import RunningStep
@@ -79,8 +80,11 @@ class Execution:
             grads_resident=chain is not None and chain.grads_resident,
         )
         functions = functions_of(model)
+        regions = regions_of(model)
         layout = StageLayout.of(coarse.split).without_units_of(() if functions else program.unwatched)
-        self._interception = Interception(model, layout.units, self._handle, guards=True)
+        # In regions no unit is met; those that Dynamo does not look at still tell of calls that pass the plan by.
+        units = [unit for unit in layout.units if regions is None or _is_called_plainly(model, unit[0])]
+        self._interception = Interception(model, units, self._handle, guards=True)
         self.handler: CallHandler | None = None
         variants = StageVariants.of(model, split, program, chain)
         is_moved = program.placement is not None
@@ -88,13 +92,14 @@ class Execution:
         self.machine = Machine(
             model,
             coarse.split,
-            layout,
+            layout if regions is None else layout.without_units(),
             program,
             tier,
             checks=checks,
             variants=variants,
             functions=functions,
             weights=self.weights,
+            regions=regions,
         )
         self._steps: StagedSteps | None = None
         if self.weights is not None and program.placement is not None:
@@ -139,6 +144,11 @@ class Execution:
     def is_busy(self) -> bool:
         """Whether this thread is inside a call of the model under this schedule."""
         return self._interception.current.session is not None
+
+    @property
+    def compiles_regions(self) -> bool:
+        """Whether its first step compiles."""
+        return self.machine.regions is not None
 
     @property
     def has_variants(self) -> bool:
@@ -217,6 +227,10 @@ def side_tensors(chain: Chain | None) -> list[int]:
 
 def _nothing() -> None:
     pass
+
+
+def _is_called_plainly(model: nn.Module, path: str) -> bool:
+    return bool(path) and type(model.get_submodule(path)).__call__ is nn.Module.__call__
 
 
 class Clock:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._autograd import _pop_saved_tensors_default_hooks, _push_saved_tensors_default_hooks
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.compile.regions import Grouping
 from lowtide.runtime.execute.checks import Checks, Fingerprints, noting
 from lowtide.runtime.execute.executor import RunningStep
 from lowtide.runtime.execute.machine import Machine
@@ -34,7 +35,15 @@ class ExecutedForward(StagedForward):
     def __init__(self, machine: Machine, step: RunningStep) -> None:
         program = machine.program
         watched = range(1, program.num_stages + 1) if machine.functions else program.watched
-        super().__init__(machine.layout, program.taped, machine.is_state, watched=watched, functions=machine.functions)
+        regions = None if machine.regions is None else (machine.regions, Grouping(program.sizes))
+        super().__init__(
+            machine.layout,
+            program.taped,
+            machine.is_state,
+            watched=watched,
+            functions=machine.functions,
+            regions=regions,
+        )
         self.machine = machine
         self.step = step
         self._hooks: tuple[Pack, Unpack] | None = None
@@ -153,7 +162,9 @@ class ExecutedForward(StagedForward):
         assert environment is not None
         if self.tape is not None:
             run.mark, run.environment = mark, environment
-        ran = None if self.tape is None else {entry.name for entry in self.tape.calls if entry.module is not None}
+        ran = None
+        if self.tape is not None and self.machine.regions is None:
+            ran = {entry.name for entry in self.tape.calls if entry.module is not None}
         changed = environment.end(mark, k, step.history, self._writes, ran)
         if run.fingerprints is not None:
             run.fingerprints.finish({t.untyped_storage()._cdata for t in changed if t.layout is torch.strided})

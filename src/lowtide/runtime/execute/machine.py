@@ -13,6 +13,7 @@ from torch import nn
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.compile.regions import RegionLayer
 from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
 from lowtide.runtime.execute.variants import StageVariants
@@ -64,6 +65,7 @@ class Machine:
         variants: as which the stages run.
         functions: what to call between units instead of torch functions; all stages are watched for them.
         weights: those that the program moves; None: it moves none.
+        regions: what runs the model in compiled regions; None: it runs in units.
     """
 
     def __init__(
@@ -78,8 +80,10 @@ class Machine:
         variants: StageVariants | None = None,
         functions: Functions = MappingProxyType({}),
         weights: Weights | None = None,
+        regions: RegionLayer | None = None,
     ) -> None:
         self.weights = weights
+        self.regions = regions
         self.update: Callable[[int], None] | None = None
         """Makes the optimizer's step of a stage, where that is done in backward."""
         self.model = model

@@ -15,7 +15,7 @@ from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, Sam
 from lowtide.progress import DelayedProgress
 from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data, refuse_an_empty_batch
 from lowtide.runtime.capture.watch import draw_the_fullest
-from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledStages
+from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledModel, can_have_regions
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
@@ -50,6 +50,8 @@ from lowtide.units import (
 
 # Without an optimizer, the state of the one that most people train with is allowed for.
 _ASSUMED_OPTIMIZER = "adam"
+
+_REGIONS = "regions"  # the one option of compile_stages that is not torch.compile's
 
 
 def fit(
@@ -106,7 +108,8 @@ def fit(
         keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
             only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
-            what is compiled; a mapping holds options for `torch.compile`.
+            what is compiled; a mapping holds options for `torch.compile`, and `"regions": True` to compile all that the
+            model does, joined where the schedule treats stages alike (`"auto"`: if a trial shows that it is faster).
         variants: with `compile_stages`, also compile each block so that it saves less and recomputes more inside its
             own backward, and let the solver choose block by block among those with the same gradients;
             `"rounding"`: also among those whose gradients differ by rounding; False: compile in one way only.
@@ -160,6 +163,7 @@ def fit(
         checks=Checks.of(strict=strict, spot_checks=spot_checks),
         progress=progress if callable(progress) else None,
         compilation=_compilation(compile_stages, variants),
+        regions=_regions(compile_stages),
         allow_rounding=variants == "rounding",
         measures_link=bandwidth is None,
         step_in_backward=step_in_backward,
@@ -254,8 +258,28 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
     given = compile_stages if isinstance(compile_stages, Mapping) else None
     if given is None and not compile_stages:
         return None  # a mapping without options is not: it stands for torch.compile's own
-    options = {"dynamic": False, **(given or {})}
+    options = _compile_options(given or {})
     return Compilation(options, DEFAULT_BUDGETS if variants else ())
+
+
+def _regions(compile_stages: bool | Mapping[str, Any]) -> bool | str:
+    """Whether the model is compiled in regions, as the options say."""
+    given = compile_stages if isinstance(compile_stages, Mapping) else {}
+    regions: bool | str = given.get(_REGIONS, False)
+    if regions not in (True, False, AUTO):
+        raise PlanError(f"regions is {shown(regions)}, expected True, False or {AUTO!r}")
+    options = _compile_options(given)
+    if regions is True and not can_have_regions(options):
+        raise PlanError(
+            f"regions are compiled for one shape each and without CUDA graphs of the compiler's, but {shown(options)} "
+            "was given; leave out dynamic and mode, or regions"
+        )
+    return regions if can_have_regions(options) else False
+
+
+def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `torch.compile` among those of compile_stages."""
+    return {"dynamic": False, **{key: value for key, value in given.items() if key != _REGIONS}}
 
 
 def _others_bytes(model: nn.Module, settings: Settings, device: torch.device) -> int:
@@ -282,7 +306,7 @@ class _Fitting:
         self._device = device_of(model)
         self._tier: Tier | None = None if self._placed is None else self._placed.tier
         """Where weights are: what one schedule has on the host another goes on with, and room is pinned once."""
-        self._compiled: list[CompiledStages] = []
+        self._compiled: list[CompiledModel] = []
         self._pool: Pool | None = None
         self._planned: dict[Signature, Planned] = {}
 
@@ -397,9 +421,12 @@ class _Fitting:
 
 def _apart(sample: Sample) -> Sample:
     """The same call with tensors of its own over the same memory: gradients of a rehearsal are nobody else's."""
+    own: dict[int, Held] = {}  # what is given twice stays one tensor: compiled code is for that
 
     def encode(tensor: torch.Tensor) -> Held:
-        return Held(tensor.detach().requires_grad_(tensor.requires_grad))
+        if id(tensor) not in own:
+            own[id(tensor)] = Held(tensor.detach().requires_grad_(tensor.requires_grad))
+        return own[id(tensor)]
 
     args, kwargs = build(template((sample.args, dict(sample.kwargs)), encode), [])
     return Sample(args, kwargs)

@@ -147,17 +147,20 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     Raises:
         InfeasibleBudgetError: with the least budget that works.
     """
-    budget, least = settings.memory_budget, _least(moving, settings)
-    if budget < least.peak_bytes:
+    budget, steps = settings.memory_budget, max(*moving.step_bytes, moving.rest_bytes)
+    even = _with_even_times(moving)
+    minimum = _minimum_bytes(even, settings)
+    # The leanest schedule takes no more than its passes and any step: with more than that it need not be found.
+    solution = _leanest(even, moving, settings, minimum) if budget < minimum + steps else None
+    if solution is not None and budget < solution.peak_bytes:
         raise InfeasibleBudgetError(
-            f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(least.peak_bytes)} "
-            f"({least.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the "
+            f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(solution.peak_bytes)} "
+            f"({solution.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the "
             "host; raise it",
-            minimum_bytes=least.peak_bytes,
+            minimum_bytes=solution.peak_bytes,
         )
-    solution = least
-    for left in (budget, budget - max(*moving.step_bytes, moving.rest_bytes)):  # the second has room for any step
-        if left <= least.memory_budget:
+    for left in (budget, budget - steps):  # the second has room for any step
+        if left <= minimum:
             break
         try:
             found = _solved(moving, settings, left)
@@ -166,20 +169,28 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
         if found.peak_bytes <= budget:
             solution = found
             break
+    solution = solution or _leanest(even, moving, settings, minimum)
     _check_host(moving, solution, settings)
     return replace(solution, memory_budget=budget)
 
 
-def _least(moving: Moving, settings: Settings) -> Solution:
-    """The leanest schedule, the same one whatever stages and updates were measured to take: see `leanest_solution`."""
+def _with_even_times(moving: Moving) -> Moving:
+    """For the leanest schedule, which is the same whatever stages and updates were measured to take."""
     even = with_even_times(moving.chain, moving.bandwidth)
     seconds = even.stages[0].forward_seconds
-    even = replace(even, stages=tuple(replace(stage, update_seconds=seconds) for stage in even.stages))
+    stages = tuple(replace(stage, update_seconds=seconds) for stage in even.stages)
+    return moving.with_chain(replace(even, stages=stages))
+
+
+def _minimum_bytes(even: Moving, settings: Settings) -> int:
     try:
-        found = _solved(moving.with_chain(even), settings, 1)
+        return _solved(even, settings, 1).memory_budget
     except InfeasibleBudgetError as error:
-        found = _solved(moving.with_chain(even), settings, error.minimum_bytes)
-    return counted(found.on(moving.chain), moving)
+        return error.minimum_bytes
+
+
+def _leanest(even: Moving, moving: Moving, settings: Settings, minimum: int) -> Solution:
+    return counted(_solved(even, settings, minimum).on(moving.chain), moving)
 
 
 def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:

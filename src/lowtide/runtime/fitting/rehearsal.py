@@ -115,7 +115,8 @@ def rehearse(
         holder[0].install(call)
         try:
             _set_gradients(model, resident=step.grads_resident)
-            if device.type == "cuda" and torch.backends.cudnn.benchmark:  # it takes workspaces while it searches
+            searches = device.type == "cuda" and torch.backends.cudnn.benchmark
+            if searches or holder[0].compiles_regions:  # a search takes workspaces, and so does a compiler's
                 _run(model, step, holder[0])
                 _begin_step(model, step, found)
             carried = _carried(model)

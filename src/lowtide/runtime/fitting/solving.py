@@ -42,6 +42,8 @@ class Settings:
     checks: Checks
     progress: Callable[[str, float], None] | None
     compilation: Compilation | None = None
+    regions: bool | str = False
+    """Compile all that the model does, in regions; `"auto"`: where a trial shows that it is faster."""
     allow_rounding: bool = False
     measures_link: bool = False
     """The bandwidth was measured and not given."""

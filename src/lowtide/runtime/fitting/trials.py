@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError
-from lowtide.runtime.compile.compiled import CompiledStages, many_compilations
+from lowtide.runtime.compile.compiled import Compilation, CompiledModel
+from lowtide.runtime.compile.regions import many_compilations, not_one_graph
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.moving import (
     STRATEGY,
@@ -41,6 +42,7 @@ from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, 
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
 from lowtide.runtime.measure.stage_figures import StageFigures
+from lowtide.runtime.measure.variants import in_one_line
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -63,6 +65,20 @@ _LAYOUT_ADVICE = (
     "each compiled block copies its images into another layout and back; convert once: "
     "model.to(memory_format=torch.channels_last), and the images too"
 )
+
+
+# The strategies that store everything where there is room.
+_MAY_STORE_ALL = (AUTO, "rotor", "pofo")
+
+_EVERYTHING = 2**62  # bytes: room for all
+
+# Less than this share of what stages take without compilation no compiled model was seen to take.
+_LEAST_OF_EAGER = 0.5
+
+_NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
+
+# Steps that are timed to tell two ways to compile apart.
+_NUM_TIMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +159,7 @@ def plan_for(
     tier: Tier,
     after: RealStep | None = None,
     goes_on: bool = False,
-) -> tuple[Planned, CompiledStages | None]:
+) -> tuple[Planned, CompiledModel | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
     Where no schedule stays within the budget, the model is cut more finely, and all that is done once more; where none
@@ -173,18 +189,16 @@ def plan_for(
     of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
     measured: list[tuple[Split, Chain]] = []
     refused: list[tuple[int, str]] = []
-    with many_compilations() if settings.compilation is not None else nullcontext():
-        split, (chain, compiled) = measured_for(model, sample, settings, of_kind)
-        measured.append((split, chain))
-        try:
-            accepts = goes_on and not may_move
-            return _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts), compiled
-        except BaseException as error:
-            if compiled is not None:
-                compiled.remove()
-            if settings.compilation is not None or not isinstance(error, InfeasibleBudgetError):
-                raise
-            refused.append((error.minimum_bytes, str(error)))
+    accepts = goes_on and not may_move
+    if settings.compilation is not None:
+        with many_compilations():
+            return _compiled_plan(model, sample, settings, after, tier=tier, goes_on=accepts)
+    split, (chain, _) = measured_for(model, sample, settings, of_kind)
+    measured.append((split, chain))
+    try:
+        return _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts), None
+    except InfeasibleBudgetError as error:
+        refused.append((error.minimum_bytes, str(error)))
     finer = replace(settings, finer_than=split.num_stages)
     try:
         if settings.stages is None:
@@ -205,6 +219,105 @@ def plan_for(
         except InfeasibleBudgetError as error:
             refused.append((error.minimum_bytes, str(error)))
     raise _refusal(refused, settings.memory_budget)
+
+
+def _compiled_plan(
+    model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
+) -> tuple[Planned, CompiledModel]:
+    """A plan for compiled stages, in regions where that was asked for."""
+    compilation = settings.compilation
+    assert compilation is not None
+
+    def planned_with(compilation: Compilation) -> tuple[Planned, CompiledModel]:
+        chosen = replace(settings, compilation=compilation)
+        split, (chain, compiled) = measured_for(model, sample, chosen)
+        assert compiled is not None
+        try:
+            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=goes_on), compiled
+        except BaseException:
+            compiled.remove()
+            raise
+
+    if not settings.regions:
+        return planned_with(compilation)
+    whole = _as_one_region(model, sample, settings, tier) if after is None else None
+    found = whole or planned_with(replace(compilation, regions=True))
+    if settings.regions is True or not found[1].compilation.regions or device_of(model).type != "cuda":
+        return found  # steps on a CPU are not timed
+    return _faster(found, lambda: planned_with(replace(compilation, regions=False)))
+
+
+def _as_one_region(
+    model: nn.Module, sample: Sample, settings: Settings, tier: Tier
+) -> tuple[Planned, CompiledModel] | None:
+    """Everything stored and compiled as one; None: that does not stay within the budget, or cannot be.
+
+    What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
+    """
+    compilation = settings.compilation
+    assert compilation is not None
+    if settings.strategy not in _MAY_STORE_ALL or settings.stages is not None:
+        return None
+    settings = replace(settings, compilation=None, strategy="store-all", bandwidth=0)
+    split, (chain, _) = measured_for(model, sample, settings)
+    trials = _Trials(model, sample, split, chain, settings, tier, 0)
+    predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
+    budget = trials.asked.memory_budget
+    assert isinstance(predicted, Trial)
+    if budget < max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes):
+        return None
+    if settings.progress is not None:
+        settings.progress("compiling the model as one region", 0.0)
+    compiled = replace(compilation, budgets=(), regions=True).of(model, split)
+    try:
+        tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
+        if isinstance(tried, Trial) and tried.peak_bytes <= budget:
+            found = trials.planned(Accept(1, tried.peak_bytes - tried.predicted_bytes, tried.peak_bytes))
+            return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
+    except BaseException as error:
+        if not isinstance(error, (torch.OutOfMemoryError, *not_one_graph())):
+            compiled.remove()
+            raise
+    compiled.remove()
+    let_go(device_of(model))
+    return None
+
+
+def _within(solution: Solution, peak_bytes: int) -> Solution:
+    """A solution whose stages save as much less as makes its peak what was measured.
+
+    They were measured without compilation; what a compiler saves across them cannot be told from one to the other.
+    """
+    least, most, found = 0.0, 1.0, solution
+    for _ in range(_NUM_HALVINGS if solution.peak_bytes > peak_bytes else 0):
+        share = (least + most) / 2
+        stages = tuple(
+            replace(stage, saved_bytes=max(stage.output_bytes, int(share * stage.saved_bytes)))
+            for stage in solution.chain.stages
+        )
+        tried = solution.on(replace(solution.chain, stages=stages))
+        if tried.peak_bytes > peak_bytes:
+            most = share
+        else:
+            least, found = share, tried
+    return found
+
+
+def _faster(
+    one: tuple[Planned, CompiledModel], find_other: Callable[[], tuple[Planned, CompiledModel]]
+) -> tuple[Planned, CompiledModel]:
+    """The faster one of two plans, as trial steps have shown; the first where there is no other."""
+    one[1].remove()
+    try:
+        other = find_other()
+    except InfeasibleBudgetError:
+        pass
+    else:
+        if other[0].solution.seconds < one[0].solution.seconds:
+            return other
+        other[1].remove()
+    one[1].install()
+    return one
 
 
 def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetError:
@@ -249,16 +362,27 @@ def _planned_with(
 
 def measured_for(
     model: nn.Module, sample: Sample, settings: Settings, of_kind: dict[str, StageFigures] | None = None
-) -> tuple[Split, tuple[Chain, CompiledStages | None]]:
+) -> tuple[Split, tuple[Chain, CompiledModel | None]]:
     """The stages of a model and what they cost, compiled where that was asked for; compiled stages stay in place.
 
     Stages of kinds that are in `of_kind` are not measured again; see `measure_split`.
     """
     compilation = settings.compilation
 
-    def work(split: Split) -> tuple[Chain, CompiledStages | None]:
+    def work(split: Split) -> tuple[Chain, CompiledModel | None]:
         if split.num_stages <= settings.finer_than:
             raise _NotFinerError
+        if compilation is None or not compilation.regions:
+            return measured(split, compilation)
+        try:
+            return measured(split, compilation)
+        except not_one_graph() as error:
+            chain, compiled = measured(split, replace(compilation, regions=False))
+            note = f"blocks are compiled one by one, because the model is not one graph: {in_one_line(error)}"
+            notes = [note, *chain.provenance.get("notes", ())]
+            return replace(chain, provenance={**chain.provenance, "notes": notes}), compiled
+
+    def measured(split: Split, compilation: Compilation | None) -> tuple[Chain, CompiledModel | None]:
         compiled = None if compilation is None else compilation.of(model, split)
         if compiled is not None and compiled.copies_images(sample.tensors()):
             warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)

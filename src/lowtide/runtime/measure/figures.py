@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import CaptureError, LowtideError
-from lowtide.runtime.compile.compiled import CompiledStages
+from lowtide.runtime.compile.compiled import CompiledModel
 from lowtide.runtime.measure.backward import BackwardStart, wait_for_autograd
 from lowtide.runtime.measure.sides import Skipping, skipping_in, with_outliving
 from lowtide.runtime.measure.stage_figures import StageFigures
@@ -58,7 +58,7 @@ def measured_stages(
     loss: Callable[[Any], Any] | None,
     device: torch.device,
     progress: Progress | None,
-    compiled: CompiledStages | None = None,
+    compiled: CompiledModel | None = None,
     *,
     keeps_result: bool = True,
     allow_rounding: bool = False,
@@ -169,7 +169,7 @@ class Measurer:
         figure: StageFigures,
         k: int,
         inputs: Sequence[torch.Tensor],
-        compiled: CompiledStages,
+        compiled: CompiledModel,
         report: Callable[[str, float], None],
         *,
         allow_rounding: bool,

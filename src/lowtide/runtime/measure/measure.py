@@ -37,7 +37,7 @@ from torch import nn
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
 from lowtide.runtime.capture.capture import StageNames, capture, check_arguments, check_has_data
-from lowtide.runtime.compile.compiled import CompiledStages
+from lowtide.runtime.compile.compiled import CompiledModel
 from lowtide.runtime.measure.backward import wait_for_autograd
 from lowtide.runtime.measure.counting import capture_without_data
 from lowtide.runtime.measure.figures import Progress, measured_stages
@@ -212,7 +212,7 @@ def measure_split(
     keeps_result: bool = True,
     moves_activations: bool = True,
     progress: Progress | None = None,
-    compiled: CompiledStages | None = None,
+    compiled: CompiledModel | None = None,
     allow_rounding: bool = False,
     of_kind: dict[str, StageFigures] | None = None,
     is_replayed: bool = False,
@@ -303,7 +303,7 @@ def device_of(model: nn.Module, sample: Sample) -> torch.device:
 
 
 @contextmanager
-def _no_autocast_cache(device: torch.device, compiled: CompiledStages | None) -> Iterator[None]:
+def _no_autocast_cache(device: torch.device, compiled: CompiledModel | None) -> Iterator[None]:
     """Turn off autocast's cache, which would keep the casts of stages whose data are freed.
 
     Compiled code is compiled anew where that switch is another, so it is left alone where there is no autocast.

@@ -97,7 +97,7 @@ class VariantCheck:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of the compiler's, or of autograd: a buffer was saved that forward then changed
-            return f"it fails: {_in_one_line(error)}"
+            return f"it fails: {in_one_line(error)}"
         return reason
 
     def _refusal(self, other: _Numbers) -> str | None:
@@ -151,7 +151,8 @@ class VariantCheck:
         )
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
+    """The first line of an error, cut to a length for notes."""
     text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return textwrap.shorten(text, _LONGEST_REASON, placeholder=" ...")
 

@@ -43,6 +43,8 @@ class Layer:
     __slots__ = ("__weakref__", "_code", "_module", "inner", "site")
 
     rank: Rank
+    tells_stages = False
+    """Whether a model that runs so can still be followed stage by stage."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -183,3 +185,9 @@ def code_of(module: nn.Module) -> Callable[..., Any] | None:
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of a module run compiled code, below all layers."""
     return code_of(module) is not None
+
+
+def hides_stages(model: nn.Module) -> bool:
+    """Whether a model runs as compiled code that cannot be followed stage by stage."""
+    code = code_of(model)
+    return code is not None and not (isinstance(code, Layer) and code.tells_stages)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowtide.errors import CaptureError, PlanError
 from lowtide.runtime.model.bypass import WHOLE_IS_COMPILED, Bypass, end_guard, guard_against_compiling
-from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
+from lowtide.runtime.model.call_site import Layer, Rank, hides_stages, layers_of
 
 
 class Session(Protocol):
@@ -106,7 +106,7 @@ class Interception:
         for position, (path, occurrence) in enumerate(units):
             positions.setdefault(path, {})[occurrence] = position
         modules = {path: _submodule(model, path) for path in positions}
-        if any(positions) and (is_compiled(model) or type(model).__name__ == "OptimizedModule"):
+        if any(positions) and (hides_stages(model) or type(model).__name__ == "OptimizedModule"):
             raise PlanError(WHOLE_IS_COMPILED)
         if len(set(map(id, modules.values()))) != len(modules):
             raise PlanError("a submodule appears under two paths among the units; use only one of them")

@@ -105,6 +105,10 @@ class Split:
         """n, the number of stages."""
         return len(self.stages)
 
+    def numbered(self) -> list[tuple[int, StageSplit]]:
+        """The stages with their numbers, from 1."""
+        return list(enumerate(self.stages, start=1))
+
     @property
     def units(self) -> tuple[Unit, ...]:
         """All units in the order of their calls."""

@@ -25,7 +25,7 @@ from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
-from lowtide.runtime.compile.compiled import CompiledStages
+from lowtide.runtime.compile.compiled import CompiledModel
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
@@ -105,7 +105,7 @@ class Part:
     bandwidth: int = 0
     rehearsed_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
-    compiled: CompiledStages | None = None
+    compiled: CompiledModel | None = None
     checked: Signature | None = None
     grads_resident: bool = False
     peak_bytes: int = 0

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from lowtide.runtime.compile.loss import Functions, functions_of
+from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_of
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
@@ -125,6 +126,9 @@ class Recording:
         self._on_stage = on_stage
         self._on_first_call = on_first_call
         self._model = model
+        self._regions = regions_of(model)
+        if self._regions is not None:
+            self._layout = self._layout.without_units()
         self._interception = Interception(model, self._layout.units, self._call)
         self._forward: _RecordedForward | None = None
         self.ledger: Ledger | None = None
@@ -162,6 +166,7 @@ class Recording:
             self._on_stage,
             self._on_first_call,
             functions_of(self._model),
+            self._regions,
         )
         current.session, self.ledger = forward, forward.ledger
         try:
@@ -224,8 +229,10 @@ class _RecordedForward(StagedForward):
         on_stage: Callable[[int], None] | None,
         on_first_call: Callable[[], None] | None,
         functions: Functions,
+        regions: RegionLayer | None,
     ) -> None:
-        super().__init__(layout, taped, is_state, functions=functions)
+        followed = None if regions is None else (regions, Grouping.finest(layout.num_stages))
+        super().__init__(layout, taped, is_state, functions=functions, regions=followed)
         self._model = model
         self._starts: list[int] = []  # the sequence number of the first node of autograd's graph in each stage
         self.ledger.look_up = self._origin_in_attribute

@@ -1,7 +1,8 @@
 """One forward of a model, followed stage by stage while the model's own code runs.
 
 Units are met at their call sites. The code between them is followed by a mode that sees each function of torch; it is
-taken away while a unit runs, so that units run at full speed and compiled ones are not disturbed.
+taken away while a unit runs, so that units run at full speed and compiled ones are not disturbed. A model that runs in
+compiled regions has no code between them: each region is one call.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lowtide.errors import ExecutionError
+from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_handed_to
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.functions import functions_handed_to
 from lowtide.runtime.model.interception import UnitLayer
@@ -77,6 +80,10 @@ class StageLayout:
             tuple(self.ends_stage[position] for position in kept),
         )
 
+    def without_units(self) -> StageLayout:
+        """The same for a model that runs in regions."""
+        return StageLayout(self.names, (), (), ())
+
     @property
     def num_stages(self) -> int:
         """n, the number of stages."""
@@ -93,6 +100,8 @@ class StagedForward:
         watched: further stages whose tensors are to be known by number; those before a recorded one are anyway.
         functions: what to call between units instead of torch functions, in stages that are recorded or
             watched.
+        regions: what runs the model in compiled regions instead of units, and how its stages are grouped here; None:
+            it runs in units.
     """
 
     may_skip = False
@@ -107,8 +116,10 @@ class StagedForward:
         *,
         watched: Collection[int] = (),
         functions: Functions = MappingProxyType({}),
+        regions: tuple[RegionLayer, Grouping] | None = None,
     ) -> None:
         self.layout = layout
+        self._regions = regions
         self.taped = taped
         self.is_state = is_state
         self.functions = functions
@@ -118,7 +129,7 @@ class StagedForward:
         self.tape: Tape | None = None
         self.tracking = False
         self._watched = {*watched, *taped, *(k - 1 for k in taped)}
-        self._mode = GlueMode(self) if self._watched else None
+        self._mode = GlueMode(self) if self._watched and regions is None else None
         self._depth: int | None = None  # how many modes were below ours when it was taken away; None: it is in place
         self._next = 0
         self._counts: dict[str, int] = {}
@@ -176,36 +187,53 @@ class StagedForward:
         for tensor in tensors_of((args, kwargs)):
             self.ledger.add(tensor, 0)
         self.begin_stage(1)
-        try:
-            if self._mode is None:
-                result = plain(*args, **kwargs)
-            else:
-                with self._mode, functions_handed_to(self._call_function):
-                    try:
-                        result = plain(*args, **kwargs)
-                    finally:
-                        self._resume_mode()
-        finally:
-            if self._mode is not None:
-                self._mode.forward = None
-        if self._next != len(self.layout.units) and self.may_skip:
-            while self.stage < self.layout.num_stages:
-                self._cross()
-        elif self._next != len(self.layout.units):
+        result = self._followed(plain, args, kwargs)
+        if self._next != len(self.layout.units) and not self.may_skip and self._regions is None:
             path, occurrence = self.layout.units[self._next]
             raise ExecutionError(
                 f"the model's forward ended before it called {path!r} (call {occurrence}) of stage "
                 f"{self.layout.names[self.layout.stage_at[self._next] - 1]!r}: it took a different code path than "
                 f"during capture; {_ADVICE}"
             )
+        while self.stage < self.layout.num_stages:
+            self._cross()
         returned = {
             found[1]: t for t in tensors_of(result) if (found := self.ledger.find(t)) and found[0] == self.stage
         }
         self.end_stage(self.stage, returned)
         return result
 
+    def _followed(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, and be told of what it calls."""
+        if self._regions is not None:
+            layer, grouping = self._regions
+            with regions_handed_to(self._call_region, layer.module, grouping):
+                result = layer(*args, **kwargs)
+            if self._next == 0:
+                raise NoRegionsError("compiling is switched off (torch.compiler.set_stance, TORCHDYNAMO_DISABLE)")
+            return result
+        if self._mode is None:
+            return plain(*args, **kwargs)
+        try:
+            with self._mode, functions_handed_to(self._call_function):
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    self._resume_mode()
+        finally:
+            self._mode.forward = None
+
+    def _call_region(self, k: int, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
+        """One compiled region, all or a part of stage k."""
+        self._next += 1
+        while self.stage < k:
+            self._cross()
+        return self.invoke(self.layout.names[k - 1], call, args, {})
+
     def call_unit(self, layer: UnitLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of a submodule that has units."""
+        if self._regions is not None:  # of the model's own code, to see how that fails
+            return layer.plain(*args, **kwargs)
         occurrence = self._counts.get(layer.path, 0)
         self._counts[layer.path] = occurrence + 1  # calls inside of units count, too: a split counts all of them
         position = None if self._inside_unit else layer.positions.get(occurrence)

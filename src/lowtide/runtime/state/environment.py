@@ -30,7 +30,10 @@ Modules = Sequence[tuple[str, nn.Module]]
 Reads = Callable[[], set[int]]
 
 # Up to this size what no run has changed is copied all the same, once, in case that a later one does: statistics and
-# counters are smaller, and a few hundred of them take less than a step's rounding.
+# counters are smaller, and a few hundred of them take less than a step's rounding. Some limit there must be. A copy of
+# every buffer would double quantised weights, queues and tables, and nothing else has what they held: a fingerprint
+# shows a change and does not undo it. Copies in host memory would count there, and every later stage looks at each
+# tensor with a copy. What is larger and begins to change late is an error that says so.
 _SMALL_BYTES = 2**16
 
 

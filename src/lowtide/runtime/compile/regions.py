@@ -1,0 +1,348 @@
+"""Compiles all that a model's forward does, in regions that begin and end where stages do.
+
+Dynamo takes the forward as one graph: blocks, heads, the code between them, a loss. It is cut where the stages of a
+schedule meet, and each piece, a *region*, is compiled by itself. Stages that a schedule always treats alike run as one
+region, so that fusions, layouts and launches do not end at the borders of blocks; where everything is stored, that is
+the whole model. Equal regions share compilations.
+
+A model that is not one graph (it reads a value on the host, say) has no regions: its units are compiled one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from lowtide.runtime.compile.cutting import NoRegionsError, Piece, pieces_of, stages_of
+from lowtide.runtime.compile.modes import Modes, hooks_of
+from lowtide.runtime.model.call_site import Layer, Rank, layers_of
+from lowtide.runtime.model.containers import tensors_of
+from lowtide.runtime.model.split import Split
+
+# Equal blocks that a compiler cannot take for equal (each asks for its own number) are entries of one function; beyond
+# this many it would run them without compilation. Far more than a network has blocks of one kind.
+RECOMPILE_LIMIT = 512
+
+# Compiled regions that are kept for the next `fit`: those of a few models in all their variants.
+_MOST_KEPT = 512
+
+
+class _Compiler(Protocol):
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+
+
+RegionHandler = Callable[[int, Callable[..., Any], tuple[torch.Tensor, ...]], Any]
+"""Called with a stage, from 1, a region of it, and the tensors that it reads besides parameters and buffers; returns
+what the region returns."""
+
+
+# Who follows a forward
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How the stages of a split are grouped by whoever follows a forward.
+
+    Args:
+        sizes: how many of them each of the follower's stages stands for.
+        joins: whether each group is one region; else each stage is, which equal stages share.
+    """
+
+    sizes: tuple[int, ...]
+    joins: bool = True
+
+    @classmethod
+    def finest(cls, num_stages: int) -> Grouping:
+        """Each stage by itself."""
+        return cls((1,) * num_stages, joins=False)
+
+    def group_of(self) -> list[int]:
+        """The group of each stage, from 1; entry 0 is unused."""
+        return [0, *(group for group, size in enumerate(self.sizes, start=1) for _ in range(size))]
+
+
+class _Following(threading.local):
+    """Who is handed the regions of the model that runs in this thread."""
+
+    model: nn.Module | None = None
+    grouping: Grouping | None = None
+    handler: RegionHandler | None = None
+
+
+_following = _Following()
+
+
+@contextmanager
+def regions_handed_to(handler: RegionHandler, model: nn.Module, grouping: Grouping) -> Iterator[None]:
+    """Pass each region of a model that runs within the block to a handler."""
+    before = _following.model, _following.grouping, _following.handler
+    _following.model, _following.grouping, _following.handler = model, grouping, handler
+    try:
+        yield
+    finally:
+        _following.model, _following.grouping, _following.handler = before
+
+
+class RegionLayer(Layer):
+    """Runs a model in compiled regions.
+
+    Args:
+        model: the model.
+        split: its stages.
+        compilers: of variant 0 and of the others, for regions inside the model and for its last one.
+        num_variants: for each stage, from stage 1 on, how many ways it can run.
+        choice: which variant runs.
+    """
+
+    __slots__ = ("_compilers", "_functions", "_hooks", "_modes", "_shapes", "choice", "num_variants", "split")
+
+    rank = Rank.CODE
+    tells_stages = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        compilers: tuple[Sequence[_Compiler], Sequence[_Compiler]],
+        num_variants: Sequence[int],
+        choice: Any,
+    ) -> None:
+        super().__init__(model)
+        self.split = split
+        self.choice = choice
+        self.num_variants = tuple(num_variants)
+        self._compilers = compilers
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self._shapes: dict[Grouping, list[torch.Size]] = {}
+        self._hooks = [kind for each in model.modules() for kind in _kinds_of_hooks(each)]
+        self._modes = [
+            [(unit.path, Modes(model.get_submodule(unit.path))) for unit in stage.units] if count > 1 else []
+            for stage, count in zip(split.stages, num_variants, strict=True)
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model in regions, as whoever follows it has them; if nobody does, without compilation."""
+        model = self.module
+        if _following.model is not model or _following.grouping is None:
+            return self.pass_on(*args, **kwargs)
+        return self._run(model, _following.grouping, args, kwargs)
+
+    def _run(self, model: nn.Module, grouping: Grouping, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shapes = [tensor.shape for tensor in tensors_of((args, kwargs))]
+        if self._shapes.setdefault(grouping, shapes) != shapes:  # few regions of each further shape: equal ones share
+            grouping = replace(grouping, joins=False)
+        function = self._function(model, grouping)
+        try:
+            return function(model, *args, **kwargs)
+        except not_one_graph():  # before anything ran
+            pass
+        with many_compilations():  # in a step after planning nobody has said so yet
+            try:
+                return function(model, *args, **kwargs)
+            except not_one_graph():
+                with torch.no_grad():
+                    model._call_impl(*args, **kwargs)  # what fails without a compiler fails with its own error
+                raise
+
+    def _function(self, model: nn.Module, grouping: Grouping) -> Callable[..., Any]:
+        """The forward of the model in regions, to be compiled where it is called first."""
+        hooks = tuple(map(hooks_of, model.modules())) if any(self._hooks) else ()  # Dynamo would not notice others
+        function = self._functions.get((grouping, hooks))
+        if function is None:
+            own = FunctionType(_call.__code__.replace(), _call.__globals__, "forward")
+            function = torch.compile(own, backend=partial(self._cut, grouping), fullgraph=True, dynamic=False)
+            self._functions[grouping, hooks] = function
+        return function
+
+    def _cut(self, grouping: Grouping, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        """Dynamo's backend."""
+        return _RunningRegions(self, graph, stages_of(graph.graph, self.module, self.split), grouping)
+
+    def functions_for(self, piece: Piece, stages: Sequence[int]) -> list[Callable[..., Any]]:
+        """A piece of some stages compiled in each of its variants, as far as it has any."""
+        compilers = self._compilers[stages[-1] == self.split.num_stages]
+        count = self.num_variants[stages[0] - 1] if len(stages) == 1 else 1
+        return [_compiled_piece(piece, compiler) for compiler in compilers[:count]]
+
+    def index_for(self, k: int) -> int:
+        """The variant as which stage k of the split runs: 0 where it is in other modes than it was checked for."""
+        index, model = self.choice.index, self.module
+        if index and all(modes.are_as_then(model.get_submodule(path)) for path, modes in self._modes[k - 1]):
+            return int(index)
+        return 0
+
+
+class _Region:
+    """A compiled piece, in its variants.
+
+    Args:
+        layer: that it is compiled by.
+        piece: what it does.
+        stages: of the split that it is of.
+        group: the stage of whoever follows that it is of.
+        dead: the values, by name, that nobody reads after it.
+    """
+
+    __slots__ = ("_first", "_functions", "_layer", "dead", "group", "piece")
+
+    def __init__(self, layer: RegionLayer, piece: Piece, stages: Sequence[int], group: int, dead: list[str]) -> None:
+        self.piece = piece
+        self.group = group
+        self.dead = dead
+        self._layer = layer
+        self._first = stages[0]
+        self._functions = layer.functions_for(piece, stages)
+
+    def run(self, fixed: Sequence[torch.Tensor], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run it as the variant that is chosen."""
+        functions = self._functions
+        index = self._layer.index_for(self._first) if len(functions) > 1 else 0
+        result: tuple[torch.Tensor, ...] = functions[index](*fixed, *args)
+        return result
+
+
+class _RunningRegions:
+    """Runs the regions of a graph one after the other."""
+
+    def __init__(
+        self, layer: RegionLayer, graph: fx.GraphModule, stages: dict[fx.Node, int], grouping: Grouping
+    ) -> None:
+        self._layer = layer
+        self._groups = grouping.group_of()
+        self._placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        outputs: Any = graph.graph.output_node().args[0]
+        if not all(isinstance(node, fx.Node) for node in outputs):
+            raise NoRegionsError("its result has something else than tensors")
+        self._outputs = [node.name for node in outputs]
+        if grouping.joins:
+            stages = {node: self._groups.index(self._groups[k]) for node, k in stages.items()}
+        self._uncut: tuple[fx.GraphModule, dict[fx.Node, int]] | None = (graph, stages)
+        self._joins = grouping.joins
+        self._regions: list[_Region] = []
+
+    def _made(self, values: dict[str, Any], graph: fx.GraphModule, stages: dict[fx.Node, int]) -> list[_Region]:
+        """The regions; made with the first call, which shows what is a parameter or a buffer."""
+        model = self._layer.module
+        state = set(map(id, chain(model.parameters(), model.buffers())))
+        pieces = pieces_of(graph, stages, {name for name, value in values.items() if id(value) in state})
+        last: dict[str, int] = {}
+        for place, piece in enumerate(pieces):
+            last.update(dict.fromkeys((*piece.inputs, *piece.outputs), place))
+        for name in self._outputs:
+            last.pop(name, None)
+        return [
+            self._region(piece, [name for name, end in last.items() if end == place])
+            for place, piece in enumerate(pieces)
+        ]
+
+    def _region(self, piece: Piece, dead: list[str]) -> _Region:
+        group = self._groups[piece.stage]
+        stages = [k for k, other in enumerate(self._groups) if other == group] if self._joins else [piece.stage]
+        return _Region(self._layer, piece, stages, group, dead)
+
+    def __call__(self, *given: Any) -> Any:
+        values = dict(zip(self._placeholders, given, strict=True))
+        if self._uncut is not None:
+            self._regions = self._made(values, *self._uncut)
+            self._uncut = None  # it holds example values
+        handler = _following.handler
+        assert handler is not None
+        for region in self._regions:
+            piece = region.piece
+            call = partial(region.run, [values[name] for name in piece.fixed])
+            args = tuple(values[name] for name in piece.inputs)
+            result = handler(region.group, call, args)
+            del args
+            values.update(zip(piece.outputs, result, strict=True))
+            del result
+            for name in region.dead:
+                del values[name]
+        return tuple(values[name] for name in self._outputs)
+
+
+def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+_compiled_pieces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+
+
+def _compiled_piece(piece: Piece, compiler: _Compiler) -> Callable[..., Any]:
+    """The function of a piece, which equal ones share: in one model, and from one `fit` to the next."""
+    if piece.key is None:
+        return compiler.compiled(piece.module.forward)
+    key = piece.key, compiler
+    function = _compiled_pieces.pop(key, None)
+    _compiled_pieces[key] = function = function or compiler.compiled(piece.module.forward)
+    while len(_compiled_pieces) > _MOST_KEPT:
+        _compiled_pieces.popitem(last=False)
+    return function
+
+
+def forget_regions() -> None:
+    """Compile all regions anew from now on."""
+    _compiled_pieces.clear()
+
+
+def regions_of(model: nn.Module) -> RegionLayer | None:
+    """What runs a model in regions, where it does."""
+    return next(iter(layers_of(model, RegionLayer)), None)
+
+
+def not_one_graph() -> tuple[type[Exception], ...]:
+    """The errors that say that a model has no regions."""
+    from torch._dynamo.exc import TorchDynamoException  # importing it takes seconds
+
+    return NoRegionsError, TorchDynamoException
+
+
+@contextmanager
+def many_compilations() -> Iterator[None]:
+    """Let Dynamo compile one function for many blocks within the block, whatever its usual limit."""
+    from torch._dynamo import config
+
+    names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
+    settings: dict[str, Any] = {name: max(RECOMPILE_LIMIT, getattr(config, name)) for name in names}
+    for name in ("ignore_logging_functions", "ignore_logger_methods"):  # the same in newer and in older torch
+        if hasattr(config, name):
+            settings[name] = {*getattr(config, name), *_ignored_logging()}
+            break
+    with config.patch(settings):
+        yield
+
+
+class _Ignored(str):
+    """A function in a set of Dynamo's settings, which some versions sort and write down as text."""
+
+    function: Callable[..., Any]
+
+    def __new__(cls, name: str, function: Callable[..., Any]) -> _Ignored:
+        made = super().__new__(cls, name)
+        made.function = function
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.function or (isinstance(other, _Ignored) and other.function is self.function)
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+
+def _ignored_logging() -> set[_Ignored]:
+    """The methods of loggers that say something once: planning has said it before anything is compiled."""
+    return {_Ignored(name, value) for name, value in vars(logging.Logger).items() if name.endswith("_once")}
+
+
+def _kinds_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks

@@ -1,0 +1,84 @@
+"""On a GPU: a model that runs in compiled regions gives the numbers of the compiled model, and the budget holds."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch._inductor.config
+from tests.runtime.training import assert_equal, gradients
+from torch import nn
+
+import lowtide
+from lowtide.zoo import make
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+# By a fixed rule and not by trial, so that equal code gives equal numbers.
+BY_RULE = {"options": {"deterministic": True}} if hasattr(torch._inductor.config, "deterministic") else {}
+SETTINGS = {"strategy": "rotor", "bandwidth": 0, "optimizer": "sgd", "variants": False, "keeps_result": False}
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+
+
+def build() -> tuple[nn.Module, dict]:
+    torch.manual_seed(0)
+    sizes = {"batch": 8, "length": 256, "layers": 4, "width": 256, "heads": 4, "vocabulary": 509}
+    return make("gpt2", device="cuda", **sizes)
+
+
+def run(model: nn.Module, batch: dict, num_steps: int = 2) -> dict[str, torch.Tensor]:
+    for _ in range(num_steps):
+        model.zero_grad()
+        model(**batch).backward()
+    return dict(gradients(model))
+
+
+def test_everything_as_one_region_is_the_compiled_model():
+    plain, batch = build()
+    plain.compile(dynamic=False, **BY_RULE)
+    model, _ = build()
+    options = {**SETTINGS, "compile_stages": {"regions": True, **BY_RULE}}
+    with lowtide.fit(model, batch, memory_budget="8GiB", **options) as plan:
+        assert plan.schedule.strategy == "store-all"
+        assert_equal(run(model, batch), run(plain, batch))
+
+
+@pytest.mark.parametrize("network", ["gpt2", "resnet18"])
+def test_regions_that_are_recomputed_keep_the_budget_and_the_numbers(network):
+    def built() -> tuple[nn.Module, dict]:
+        torch.manual_seed(0)
+        return build() if network == "gpt2" else make("resnet18", device="cuda", batch=16, image=160)
+
+    options = {**SETTINGS, "compile_stages": {"regions": True, **BY_RULE}}
+    model, batch = built()
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, batch, memory_budget=1, **options)
+    budget = int(1.05 * caught.value.minimum_bytes)
+    with lowtide.fit(model, batch, memory_budget=budget, **options) as plan:
+        found = run(model, batch, 1)
+        assert plan.stats().recomputed_per_step > 0
+        assert plan.stats().measured_peak_bytes <= budget
+    plain, _ = built()
+    expected = run(plain, batch, 1)
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-2, atol=1e-2) for name in expected)
+
+
+def test_regions_in_cuda_graphs():
+    found = []
+    for graphs in (True, False):
+        model, batch = build()
+        options = {**SETTINGS, "compile_stages": {"regions": True, **BY_RULE}, "cuda_graphs": graphs}
+        with lowtide.fit(model, batch, memory_budget="8GiB", **options) as plan:
+            found.append(run(model, batch, 6))
+            if graphs:
+                assert plan._part.graphs is not None
+                assert plan._part.graphs.num_replayed > 0, plan.notes
+    assert_equal(*found)

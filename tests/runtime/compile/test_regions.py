@@ -1,0 +1,345 @@
+"""Regions: all that a model's forward does is compiled, joined where the schedule treats stages alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from tests.looping import looped
+from tests.runtime.schedules import random_schedule
+from tests.runtime.training import assert_equal, train
+from torch import nn
+
+import lowtide
+from lowtide import Backward, Forward, Schedule
+from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.compile.compiled import Compilation, _compiled_function, _is_padded
+from lowtide.runtime.compile.cutting import NoRegionsError
+from lowtide.runtime.compile.regions import forget_regions, regions_of
+from lowtide.runtime.fitting import trials
+from lowtide.runtime.measure.measure import measure_split
+from lowtide.runtime.plan.attach import attach
+
+# The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
+BACKEND = "aot_eager_decomp_partition"
+WORDS, LENGTH, WIDTH = 40, 6, 16
+OPTIONS = {"bandwidth": 0, "strategy": "rotor", "variants": False}
+REGIONS = {"regions": True, "backend": BACKEND}
+
+
+class Block(nn.Module):
+    """Changes buffers, draws random numbers, and hands two tensors on."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        gate, value = self.up(self.norm(x.flatten(0, 1)).view(x.shape)).chunk(2, dim=-1)
+        return x + self.dropout(self.down(F.gelu(gate) * value))
+
+
+class Language(nn.Module):
+    """Embeddings, a mask that every block could read, code between the blocks, a head and a loss."""
+
+    def __init__(self, depth: int = 3, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.loss = F.cross_entropy
+
+    def forward(self, text):
+        mask = torch.sigmoid(torch.arange(text.shape[1], device=text.device) / LENGTH).unsqueeze(-1)
+        x = self.tokens(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x) * mask
+        scores = self.head(self.norm(x))
+        return self.loss(scores.flatten(0, 1), text.flatten())
+
+
+def texts(number: int = 3, batch: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, WORDS, (batch, LENGTH), generator=generator) for _ in range(number)]
+
+
+def compiled_numbers(build=Language) -> dict[str, torch.Tensor]:
+    """Training of the model compiled as a whole, without lowtide."""
+    model = build()
+    model.compile(backend=BACKEND, dynamic=False)
+    return train(model, texts())
+
+
+class Counting:
+    """A backend that keeps the functions of torch in each graph that it compiles."""
+
+    def __init__(self) -> None:
+        self.graphs: list[set[object]] = []
+
+    def __call__(self, graph, inputs):
+        self.graphs.append({node.target for node in graph.graph.nodes if node.op == "call_function"})
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+
+def auto_with(backend) -> dict[str, object]:
+    return {"compile_stages": {"regions": "auto", "backend": backend}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind():
+    """Other tests count all live tensors, and compilations."""
+    yield
+    forget_regions()
+    _compiled_function.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def in_regions(model, backend=BACKEND, budgets=(), **options):
+    split = capture(model, texts()[0], blocks=True)
+    compiled = Compilation({"backend": backend, "dynamic": False}, tuple(budgets), regions=True).of(model, split)
+    return split, compiled, measure_split(model, split, texts()[0], compiled=compiled, **options)
+
+
+def solution_of(chain: lowtide.Chain, schedule: Schedule) -> lowtide.Solution:
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    return dataclasses.replace(solution, schedule=schedule)
+
+
+def stored(num_stages: int) -> Schedule:
+    stages = range(1, num_stages + 1)
+    return Schedule("stored", [*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))])
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return compiled_numbers()
+
+
+@pytest.fixture(scope="module", params=[(0.1, ()), (0.0, (0.0,))], ids=["dropout", "variants"])
+def measured(request):
+    dropout, budgets = request.param
+    model = Language(dropout=dropout)
+    split, compiled, chain = in_regions(model, budgets=budgets)
+    assert any(stage.num_variants > 1 for stage in chain.stages) == bool(budgets)
+    yield model, split, chain, compiled_numbers(lambda: Language(dropout=dropout))
+    compiled.remove()
+    assert regions_of(model) is None
+
+
+@looped("seed", range(5))
+def test_any_schedule_in_regions_gives_the_numbers_of_the_compiled_model(measured, seed: int) -> None:
+    model, split, chain, expected = measured
+    model.load_state_dict(Language().state_dict())
+    drawn = random_schedule(chain.num_stages, seed, moves=0.4 * (seed % 3 == 2))
+    operations = [
+        Forward(op.stage, "all", seed % chain.stage(op.stage).num_variants)
+        if isinstance(op, Forward) and op.save == "all"
+        else op
+        for op in drawn.operations
+    ]
+    with attach(model, solution_of(chain, Schedule("random", operations)), split=split, strict=seed == 0):
+        assert_equal(train(model, texts()), expected)
+
+
+def test_everything_that_runs_is_compiled_and_equal_stages_share_it() -> None:
+    backend, model = Counting(), Language(depth=5)
+    split, compiled, chain = in_regions(model, backend)
+    assert split.num_stages > 5
+    # the first block is compiled with what comes before it, the last one with nothing, the middle ones once
+    assert len(backend.graphs) <= split.num_stages - 3
+    assert any(F.embedding in graph for graph in backend.graphs)
+    assert any(F.cross_entropy in graph for graph in backend.graphs)
+    num_graphs = len(backend.graphs)
+    with attach(model, solution_of(chain, stored(split.num_stages)), split=split):
+        train(model, texts())
+    compiled.remove()
+    assert len(backend.graphs) == num_graphs + 1  # all stages joined
+    assert {F.embedding, F.cross_entropy, F.gelu} <= backend.graphs[-1]
+
+
+def test_stages_that_are_recomputed_together_are_one_region() -> None:
+    backend, model = Counting(), Language(depth=4, dropout=0.0)
+    split, compiled, chain = in_regions(model, backend)
+    n, num_graphs = split.num_stages, len(backend.graphs)
+    forwards = [Forward(1, "keep"), Forward(2, "drop"), Forward(3, "drop")]
+    forwards += [Forward(k, "all") for k in range(4, n + 1)]
+    again = [Forward(k, "all") for k in (1, 2, 3)]
+    operations = [*forwards, *(Backward(k) for k in range(n, 3, -1)), *again, *(Backward(k) for k in (3, 2, 1))]
+    with attach(model, solution_of(chain, Schedule("segment", operations)), split=split):
+        found = train(model, texts())
+    compiled.remove()
+    assert len(backend.graphs) == num_graphs + 2
+    assert_equal(found, compiled_numbers(lambda: Language(depth=4, dropout=0.0)))
+
+
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_fit_stores_everything_as_one_region_where_there_is_room(expected, tmp_path) -> None:
+    backend, model = Counting(), Language()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", compile_stages=REGIONS, **OPTIONS) as plan:
+        assert plan.schedule.strategy == "store-all"
+        assert regions_of(model) is not None
+        plan.save(tmp_path / "plan.json")
+        assert_equal(train(model, texts()), expected)
+    assert regions_of(model) is None
+    again = Language()
+    with lowtide.load_plan(tmp_path / "plan.json", again):
+        assert_equal(train(again, texts()), expected)
+    model = Language()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        train(model, texts())
+        assert len(backend.graphs) == 1
+        train(model, texts(batch=3))  # of another shape, regions are single stages, which equal ones share
+        assert 1 < len(backend.graphs) < 1 + len(regions_of(model).split.stages)
+    assert json.loads((tmp_path / "plan.json").read_text())["compilation"]["regions"] is True
+
+
+class ReadsOnHost(Language):
+    """Is not one graph."""
+
+    def forward(self, text):
+        if text.float().mean().item() < 0:
+            raise ValueError
+        return super().forward(text)
+
+
+def test_a_model_that_is_not_one_graph_has_its_blocks_compiled() -> None:
+    backend, model = Counting(), ReadsOnHost()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        assert regions_of(model) is None
+        assert backend.graphs
+        by_hand = ReadsOnHost()
+        for block in by_hand.blocks:
+            block.compile(backend=BACKEND, dynamic=False)
+        assert_equal(train(model, texts()), train(by_hand, texts()))
+
+
+def test_errors_of_the_model_are_its_own() -> None:
+    model, wrong = Language(), torch.full((4, LENGTH + 1), 1)
+    with pytest.raises(IndexError) as expected:
+        Language()(wrong)
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", compile_stages=REGIONS, **OPTIONS) as plan:
+        with pytest.raises(IndexError) as found:
+            model(wrong)
+        assert str(found.value) == str(expected.value)
+        model(texts()[0]).backward()
+        assert plan.stats().num_steps == 1
+
+
+def test_a_variant_of_a_region_that_draws_new_random_numbers_is_refused() -> None:
+    model = Language(depth=2)
+    _, compiled, chain = in_regions(model, budgets=(0.0,))
+    compiled.remove()
+    assert any("draws new random numbers" in note for note in chain.provenance["notes"])
+
+
+def test_what_is_switched_off_is_told() -> None:
+    model = Language()
+    split, compiled, chain = in_regions(model)
+    with (
+        attach(model, solution_of(chain, stored(split.num_stages)), split=split),
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(NoRegionsError, match="compiling is switched off"),
+    ):
+        model(texts()[0])
+    compiled.remove()
+
+
+def test_outside_of_training_the_model_is_as_it_is() -> None:
+    backend, model, plain = Counting(), Language(), Language()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)) as plan:
+        num_graphs = len(backend.graphs)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(texts()[0]), plain.eval()(texts()[0]))
+        assert plan.stats().num_steps == 0
+        assert len(backend.graphs) == num_graphs
+
+
+class TwoTexts(Language):
+    def forward(self, text, labels):
+        return super().forward(text) + 0 * labels.sum()
+
+
+def test_a_tensor_that_is_given_twice_is_compiled_once() -> None:
+    backend, model, text = Counting(), TwoTexts(), texts()[0]
+    batch = {"text": text, "labels": text}
+    with lowtide.fit(model, batch, memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        num_graphs = len(backend.graphs)
+        model(**batch).backward()
+        assert len(backend.graphs) == num_graphs
+
+
+def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None:
+    model = Language()
+    split, compiled, _ = in_regions(model)
+    one = (_Planned(2.0), compiled)
+    for seconds, is_other in ((3.0, False), (1.0, True)):
+        other = Compilation({"backend": BACKEND, "dynamic": False}).of(model, split)
+        other.remove()
+
+        def find(other=other, seconds=seconds):
+            assert regions_of(model) is None
+            other.install()
+            return _Planned(seconds), other
+
+        found = trials._faster(one, find)
+        assert (found[1] is other) == is_other
+        assert (regions_of(model) is None) == is_other
+        found[1].remove()
+
+    def refuse():
+        raise lowtide.InfeasibleBudgetError("no", minimum_bytes=1)
+
+    assert trials._faster(one, refuse) == one
+    compiled.remove()
+
+
+class _Planned:
+    def __init__(self, seconds: float) -> None:
+        self.solution = self
+        self.seconds = seconds
+
+
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_fit_plans_for_regions_where_not_everything_fits() -> None:
+    model, text = Language(dropout=0.0), texts(batch=64)[0]
+    options = {**OPTIONS, "compile_stages": REGIONS}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, text, memory_budget=1, **options)
+    # A share of it would be a share of all that lives in this process, too.
+    with lowtide.fit(model, text, memory_budget=caught.value.minimum_bytes + 8192, **options) as plan:
+        assert regions_of(model) is not None
+        model(text).backward()
+        assert plan.stats().recomputed_per_step > 0
+        model.load_state_dict(Language().state_dict())
+        model.zero_grad()
+        found = train(model, texts(batch=64))
+    plain = Language(dropout=0.0)
+    plain.compile(backend=BACKEND, dynamic=False)
+    assert_equal(found, train(plain, texts(batch=64)))
+
+
+@pytest.mark.parametrize("options", [{"regions": "yes"}, {"regions": True, "dynamic": True}])
+def test_options_that_regions_do_not_go_with_are_refused(options) -> None:
+    with pytest.raises(lowtide.PlanError, match="regions"):
+        lowtide.fit(Language(), texts()[0], memory_budget="1GiB", compile_stages=options, **OPTIONS)
+
+
+@pytest.mark.parametrize(("words", "is_padded"), [(50257, True), (50304, False)])
+def test_heads_that_a_compiler_pads_are_compiled(words: int, is_padded: bool) -> None:
+    with torch.device("meta"):
+        head = nn.Linear(64, words, dtype=torch.bfloat16)
+    assert not _is_padded(head)  # not on CUDA
+    head.weight = _OnCuda(head.weight)
+    assert _is_padded(head) == is_padded
+    assert not _is_padded(nn.Sequential(head))
+
+
+class _OnCuda(nn.Parameter):
+    is_cuda = True
