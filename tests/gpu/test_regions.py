@@ -55,7 +55,7 @@ def test_everything_as_one_region_is_the_compiled_model():
 def test_regions_that_are_recomputed_keep_the_budget_and_the_numbers(network):
     def built() -> tuple[nn.Module, dict]:
         torch.manual_seed(0)
-        return build() if network == "gpt2" else make("resnet18", device="cuda", batch=8, image=96)
+        return build() if network == "gpt2" else make("resnet18", device="cuda", batch=16, image=160)
 
     options = {**SETTINGS, "compile_stages": {"regions": True, **BY_RULE}}
     model, batch = built()

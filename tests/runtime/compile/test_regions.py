@@ -312,7 +312,8 @@ def test_fit_plans_for_regions_where_not_everything_fits() -> None:
     options = {**OPTIONS, "compile_stages": REGIONS}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, text, memory_budget=1, **options)
-    with lowtide.fit(model, text, memory_budget=int(1.02 * caught.value.minimum_bytes), **options) as plan:
+    # A share of it would be a share of all that lives in this process, too.
+    with lowtide.fit(model, text, memory_budget=caught.value.minimum_bytes + 8192, **options) as plan:
         assert regions_of(model) is not None
         model(text).backward()
         assert plan.stats().recomputed_per_step > 0
