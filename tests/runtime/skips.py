@@ -81,7 +81,11 @@ def moving(chain: lowtide.Chain, order: Order) -> Schedule:
 
 @functools.cache
 def measured(kind: type[UNet], device: str = "cpu") -> lowtide.Chain:
-    return lowtide.measure(*network(kind, device), loss=loss)
+    chain = lowtide.measure(*network(kind, device), loss=loss)
+    if device == "cpu":
+        return chain
+    sides = [replace(side, stays=False) for side in chain.side_values]  # measured on CUDA they stay for the time being
+    return replace(chain, side_values=tuple(sides))
 
 
 def trained(model: nn.Module, x: torch.Tensor) -> Numbers:

@@ -17,7 +17,7 @@ from tests.runtime.training import assert_equal
 from torch import nn
 
 import lowtide
-from lowtide import Forward, Offload, Prefetch, Schedule
+from lowtide import Forward, Offload, Prefetch, Release, Schedule
 from lowtide.errors import PlanError, ScheduleError
 from lowtide.runtime.execute.sides import MovedSides
 from lowtide.runtime.meter import Meter
@@ -59,6 +59,50 @@ def test_they_leave_the_device(order: str) -> None:
     (stays, stays_predicted), (leaves, leaves_predicted) = peaks
     assert leaves_predicted <= stays_predicted
     assert stays - leaves >= 0.9 * (stays_predicted - leaves_predicted)
+
+
+class Queue:
+    """A lower tier whose copies are operations of torch, as those to pinned memory are; it says who waited for them."""
+
+    smallest_bytes = 1
+
+    def __init__(self) -> None:
+        self.loaded: list[Ticket] = []
+
+    def store(self, storages: list[torch.UntypedStorage]) -> tuple[list[torch.Tensor], Ticket]:
+        return [bytes_of(storage).clone() for storage in storages], Ticket()
+
+    def load(self, region: list[torch.Tensor], storages: list[torch.UntypedStorage]) -> Ticket:
+        for part, storage in zip(region, storages, strict=True):
+            bytes_of(storage).copy_(part)
+        self.loaded.append(Ticket())
+        return self.loaded[-1]
+
+
+class Ticket:
+    num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def test_copies_back_are_made_once_and_waited_for_where_the_guard_sees_them() -> None:
+    tier = Queue()
+    sides = MovedSides(tier)  # type: ignore[arg-type]
+    value = torch.randn(8)
+    expected = value.clone()
+    sides.take(1, value)
+    with sides.guard():
+        for operation in (Offload("s", 1), Release("s", 1), Prefetch("s", 1)):
+            sides.execute(operation, lambda _: 1, in_forward=True)
+        assert [ticket.num_waits for ticket in tier.loaded] == [0]
+        found = value + 0
+    assert [ticket.num_waits for ticket in tier.loaded] == [1]
+    assert torch.equal(found, expected)
 
 
 def moved_network() -> tuple[nn.Module, torch.Tensor, lowtide.Plan]:

@@ -114,7 +114,9 @@ class MovedSides:
 
     def _fetch(self, side: _Side) -> None:
         if side.is_away:
+            del self.absent[side.address]  # the guard sees the copy, which must not wait for itself
             self.moved_bytes += side.cargo.prefetch(self._tier)
+            self.absent[side.address] = side
             side.is_away = False
 
     def _bring(self, side: _Side) -> None:
