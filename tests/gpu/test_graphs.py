@@ -26,6 +26,7 @@ N = len(models.stages_of_every_kind())
 WIDTH = 64
 SHAPE = (256, WIDTH)
 NUM_STEPS = 6
+LONG_SLEEP = 400_000_000  # cycles of the device: about a fifth of a second
 
 
 def model_on_gpu() -> nn.Sequential:
@@ -104,6 +105,21 @@ def test_gradients_are_the_users(set_to_none, clips):
         found = loop(model, inputs(8), set_to_none=set_to_none, clips=clips)
         assert num_replayed(plan) > 0
     assert all(map(torch.equal, found, expected))
+
+
+def test_memory_is_not_taken_away_while_it_is_read():
+    """The last gradients are moved out of the graphs' memory when these end, which the device does later."""
+    expected = train(model_on_gpu(), inputs(4))
+    model = model_on_gpu()
+    plan = lowtide.attach(model, recomputing(N), cuda_graphs=True)
+    found = train(model, inputs(4))
+    assert num_replayed(plan) > 0
+    square_loss(model(inputs(1)[0])).backward()
+    torch.cuda._sleep(LONG_SLEEP)
+    plan.detach()
+    torch.cuda.synchronize()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert_equal(found, expected)
 
 
 def test_two_shapes_in_turn_and_evaluation_in_between():

@@ -82,7 +82,7 @@ def test_planned_training_is_equal(bandwidth: int | str) -> None:
         torch.manual_seed(0)
         return UNet(4, 3)
 
-    x = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     options = {"bandwidth": bandwidth, "optimizer": "adam", "loss": loss}
     model = network()
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,19 @@ from lowtide.runtime.meter import no_collection
 # takes on an H200; with the allocator's usual ones, which cannot be put together, 1.73.
 _GROWING = "expandable_segments:True"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class Graph(torch.cuda.CUDAGraph):
+    """A graph that waits for the device before it dies.
+
+    With the last one the memory of a pool becomes free, and torch takes segments that grow away as soon as the stream
+    of the capture is done. But graphs are replayed, and what they leave is read, in other streams.
+    """
+
+    def __del__(self) -> None:
+        with suppress(RuntimeError):  # the driver is gone where the process ends
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize()
 
 
 class Pool:
