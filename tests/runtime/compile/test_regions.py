@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import json
+import logging
+import pickle
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from lowtide.runtime.plan.attach import attach
 BACKEND = "aot_eager_decomp_partition"
 WORDS, LENGTH, WIDTH = 40, 6, 16
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "variants": False}
+LOGGER = logging.getLogger("model")
 REGIONS = {"regions": True, "backend": BACKEND}
 
 
@@ -329,6 +333,49 @@ def test_fit_plans_for_regions_where_not_everything_fits() -> None:
 def test_options_that_regions_do_not_go_with_are_refused(options) -> None:
     with pytest.raises(lowtide.PlanError, match="regions"):
         lowtide.fit(Language(), texts()[0], memory_budget="1GiB", compile_stages=options, **OPTIONS)
+
+
+def test_settings_of_the_compiler_can_be_copied_sorted_and_written(monkeypatch) -> None:
+    def warning_once(logger, message):
+        warned.append(message)
+
+    def info_once(logger, message):
+        warned.append(message)
+
+    warned: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    monkeypatch.setattr(logging.Logger, "info_once", info_once, raising=False)
+    found = []
+
+    def backend(graph, inputs):
+        ignored = getattr(torch._dynamo.config, "ignore_logging_functions", None)
+        found.append(len(ignored if ignored is not None else torch._dynamo.config.ignore_logger_methods))
+        copy.deepcopy(torch._dynamo.config.get_config_copy())
+        torch._dynamo.config.codegen_config()
+        json.dumps({name: sorted(value) for name, value in _sets_of(torch._dynamo.config)})
+        pickle.dumps(sorted(ignored or ()))
+        torch._dynamo.utils._get_dynamo_config_for_logging()
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    model = Telling()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        assert regions_of(model) is not None
+        assert max(found) >= 2
+        model(texts()[0]).backward()
+    assert set(warned) == {"once"}
+
+
+def _sets_of(config):
+    ours = ("ignore_logging_functions", "ignore_logger_methods")
+    return [(name, value) for name, value in config.get_config_copy().items() if name.rpartition(".")[2] in ours]
+
+
+class Telling(Language):
+    """Says something, as models of transformers do."""
+
+    def forward(self, text):
+        LOGGER.warning_once("once")
+        return super().forward(text)
 
 
 @pytest.mark.parametrize(("words", "is_padded"), [(50257, True), (50304, False)])

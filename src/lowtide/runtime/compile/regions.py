@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -147,7 +147,7 @@ class RegionLayer(Layer):
             return function(model, *args, **kwargs)
         except not_one_graph():  # before anything ran
             pass
-        with many_compilations():  # in a step after planning nobody has said so yet
+        with many_compilations(), _logging_ignored():
             try:
                 return function(model, *args, **kwargs)
             except not_one_graph():
@@ -313,17 +313,24 @@ def many_compilations() -> Iterator[None]:
     from torch._dynamo import config
 
     names = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
-    settings: dict[str, Any] = {name: max(RECOMPILE_LIMIT, getattr(config, name)) for name in names}
-    for name in ("ignore_logging_functions", "ignore_logger_methods"):  # the same in newer and in older torch
-        if hasattr(config, name):
-            settings[name] = {*getattr(config, name), *_ignored_logging()}
-            break
-    with config.patch(settings):
+    with config.patch({name: max(RECOMPILE_LIMIT, getattr(config, name)) for name in names}):
+        yield
+
+
+@contextmanager
+def _logging_ignored() -> Iterator[None]:
+    """Let Dynamo pass over what loggers say once within the block: planning has said it before anything is compiled."""
+    from torch._dynamo import config
+
+    said_once = {_Ignored(name, value) for name, value in vars(logging.Logger).items() if name.endswith("_once")}
+    names = ("ignore_logging_functions", "ignore_logger_methods")  # the same in newer and in older torch
+    name = next((name for name in names if hasattr(config, name)), None)
+    with nullcontext() if name is None else config.patch({name: {*getattr(config, name), *said_once}}):
         yield
 
 
 class _Ignored(str):
-    """A function in a set of Dynamo's settings, which some versions sort and write down as text."""
+    """A function in a set of Dynamo's settings, which torch copies, sorts and writes down as text."""
 
     function: Callable[..., Any]
 
@@ -338,10 +345,11 @@ class _Ignored(str):
     def __hash__(self) -> int:
         return hash(self.function)
 
+    def __deepcopy__(self, _: Any) -> _Ignored:
+        return self
 
-def _ignored_logging() -> set[_Ignored]:
-    """The methods of loggers that say something once: planning has said it before anything is compiled."""
-    return {_Ignored(name, value) for name, value in vars(logging.Logger).items() if name.endswith("_once")}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
 
 
 def _kinds_of_hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
