@@ -150,15 +150,26 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     budget, steps = settings.memory_budget, max(*moving.step_bytes, moving.rest_bytes)
     even = _with_even_times(moving)
     minimum = _minimum_bytes(even, settings)
-    # The leanest schedule takes no more than its passes and any step: with more than that it need not be found.
-    solution = _leanest(even, moving, settings, minimum) if budget < minimum + steps else None
-    if solution is not None and budget < solution.peak_bytes:
-        raise InfeasibleBudgetError(
-            f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(solution.peak_bytes)} "
-            f"({solution.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on the "
-            "host; raise it",
-            minimum_bytes=solution.peak_bytes,
-        )
+    # The leanest schedule takes little more than its passes and any step: where that fits, another one mostly does.
+    solution = _fastest(moving, settings, minimum, steps) if budget >= minimum + steps else None
+    if solution is None:
+        leanest = counted(_solved(even, settings, minimum).on(moving.chain), moving)
+        if budget < leanest.peak_bytes:
+            raise InfeasibleBudgetError(
+                f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(leanest.peak_bytes)} "
+                f"({leanest.peak_bytes} bytes) that this model needs with weights, gradients and optimizer state on "
+                "the host; raise it",
+                minimum_bytes=leanest.peak_bytes,
+            )
+        solution = _fastest(moving, settings, minimum, steps) if budget < minimum + steps else None
+        solution = solution or leanest
+    _check_host(moving, solution, settings)
+    return replace(solution, memory_budget=budget)
+
+
+def _fastest(moving: Moving, settings: Settings, minimum: int, steps: int) -> Solution | None:
+    """The fastest schedule that stays within the budget with all that steps of the optimizer take; None: none found."""
+    budget = settings.memory_budget
     for left in (budget, budget - steps):  # the second has room for any step
         if left <= minimum:
             break
@@ -167,11 +178,8 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
         except InfeasibleBudgetError:  # what needs which memory may depend on times
             continue
         if found.peak_bytes <= budget:
-            solution = found
-            break
-    solution = solution or _leanest(even, moving, settings, minimum)
-    _check_host(moving, solution, settings)
-    return replace(solution, memory_budget=budget)
+            return found
+    return None
 
 
 def _with_even_times(moving: Moving) -> Moving:
@@ -187,10 +195,6 @@ def _minimum_bytes(even: Moving, settings: Settings) -> int:
         return _solved(even, settings, 1).memory_budget
     except InfeasibleBudgetError as error:
         return error.minimum_bytes
-
-
-def _leanest(even: Moving, moving: Moving, settings: Settings, minimum: int) -> Solution:
-    return counted(_solved(even, settings, minimum).on(moving.chain), moving)
 
 
 def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
