@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
 from lowtide.runtime.fitting.moving import as_timed, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.measure import timing, weights
 from lowtide.runtime.measure.measure import capture_and_measure
 from lowtide.runtime.meter import Meter, exclude
 from lowtide.units import format_bytes
@@ -298,8 +301,19 @@ def test_activations_beside_weights_that_move():
         del plan, optimizer, got
 
 
-def test_state_that_leaves_in_the_passes_leaves_in_trial_steps():
-    """Optimizer state does not exist before the first step: what stands in for it moves as the schedule says."""
+def in_a_millisecond(computation: Callable[[], object]) -> float:
+    computation()
+    return 1e-3
+
+
+def test_state_that_leaves_in_the_passes_leaves_in_trial_steps(monkeypatch):
+    """Optimizer state does not exist before the first step: what stands in for it moves as the schedule says.
+
+    Which schedule that is depends on measured times, and is always the same here.
+    """
+    clock = itertools.count()
+    monkeypatch.setattr(timing, "_run_on_cpu", in_a_millisecond)
+    monkeypatch.setattr(weights, "_now", lambda device: next(clock) * 1e-3)
     plan, optimizer = fitted(blocks, int(1.3 * least_budget(blocks, 500)), 500)
     with plan:
         schedule = plan.schedule
