@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,17 +18,20 @@ _GROWING = "expandable_segments:True"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Graph(torch.cuda.CUDAGraph):
+def new_graph(device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph that waits for the device before it dies.
 
     With the last one the memory of a pool becomes free, and torch takes segments that grow away as soon as the stream
     of the capture is done. But graphs are replayed, and what they leave is read, in other streams.
     """
+    graph = torch.cuda.CUDAGraph()
+    weakref.finalize(graph, _wait_for, device).atexit = False
+    return graph
 
-    def __del__(self) -> None:
-        with suppress(RuntimeError):  # the driver is gone where the process ends
-            if not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize()
+
+def _wait_for(device: torch.device) -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize(device)
 
 
 class Pool:

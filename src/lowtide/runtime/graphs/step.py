@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.graphs.pool import Graph, Pool
+from lowtide.runtime.graphs.pool import Pool, new_graph
 from lowtide.runtime.measure.stages import leaves_behind
 from lowtide.runtime.model.containers import Slot, build, template, tensors_of
 from lowtide.runtime.state.environment import hook_tables, versions_of
@@ -67,7 +67,7 @@ class GraphedStep:
         self.pool = pool
         self._wanted = wanted
         self._addresses = addresses_of(execution.machine.model)
-        self._graphs = Graph(), Graph()
+        self._graphs = new_graph(pool.device), new_graph(pool.device)
         self._inputs: list[_Input] = []
         form = template((args, kwargs), self._take_in)
         counters = execution.machine.counters
