@@ -84,8 +84,10 @@ def measured(kind: type[UNet], device: str = "cpu") -> lowtide.Chain:
     chain = lowtide.measure(*network(kind, device), loss=loss)
     if device == "cpu":
         return chain
-    sides = [replace(side, stays=False) for side in chain.side_values]  # measured on CUDA they stay for the time being
-    return replace(chain, side_values=tuple(sides))
+    pairs = zip(
+        chain.side_values, measured(kind).side_values, strict=True
+    )  # on CUDA all of them stay for the time being
+    return replace(chain, side_values=tuple(replace(side, stays=other.stays) for side, other in pairs))
 
 
 def trained(model: nn.Module, x: torch.Tensor) -> Numbers:

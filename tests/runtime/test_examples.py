@@ -10,6 +10,7 @@ import io
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -34,10 +35,12 @@ def run(name: str, *arguments: object) -> str:
 
 
 @pytest.fixture
-def _alone() -> None:
+def _alone() -> Iterator[None]:
     """What other tests keep is not seen by meters: budgets hold for all tensors of a process."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_alone")

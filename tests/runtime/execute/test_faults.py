@@ -147,6 +147,18 @@ def test_a_weight_changed_before_backward_is_named(schedule, name):
         loss.backward()
 
 
+def test_where_everything_is_stored_changes_are_as_in_plain_training():
+    """Autograd refuses a change of what it has saved, and no other."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    lowtide.attach(model, Schedule("", [Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)]))
+    for changed, is_refused in ((model[1].weight, True), (model[1].bias, False)):
+        loss = model(torch.randn(2, 4)).sum()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace") if is_refused else contextlib.nullcontext():
+            loss.backward()
+
+
 @pytest.mark.parametrize("strategy", ["recompute", "store all"])
 def test_an_input_changed_before_backward_is_told(strategy):
     n = N

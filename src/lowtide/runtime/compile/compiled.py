@@ -363,8 +363,8 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _is_padded(module: nn.Module) -> bool:
-    """Whether a compiler pads the product of a layer, which is much faster on CUDA: GPT-2's 50257 words take 42 ms of a
-    step of 121 ms on an H200 as they are.
+    """Whether a compiler pads the product of a layer: with GPT-2's 50257 words as they are, the matrix products of a
+    step take 81 ms on an H200, and 46 ms where the whole model is compiled.
     """
     if not isinstance(module, nn.Linear) or not module.weight.is_cuda:
         return False
