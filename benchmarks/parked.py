@@ -13,6 +13,11 @@ its forms, with FSDP2, which keeps everything on the host and steps there, and w
 device and the rest on the host, where it steps. A budget counts everything; "25%" is
 meant of what plain training takes. Every way begins with the same weights, and its bits are those of plain training or
 not, after all steps.
+
+Beside a row of lowtide's stands a bound: steps in backward take at least as long as computing or as the link, and other
+steps as long as computing and then bringing what the budget has no room for, once over the link. Computing takes what
+plain training takes in the same run, or, where that is not among the ways, what the stages take one by one with blocks
+forward twice.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic matrix products
@@ -38,10 +43,13 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.units import format_bytes, parse_bytes
 
 # The first steps make the optimizer's state, and compare weights with their copies.
 _NUM_LEFT_OUT = 2
+
+PLAIN, IN_BACKWARD = "plain, recomputed", ", in backward"
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,9 @@ class Row:
     fit_seconds: float
     bits: str
     moved_bytes: int = 0
+    away_bytes: int = 0
+    """What the budget has no room for: weights and optimizer state, and gradients unless they are used up."""
+    bound_seconds: float = 0.0
 
 
 class Bench:
@@ -146,10 +157,11 @@ class Bench:
 
     Args:
         given: the command line.
+        link: bytes per second each way while both are busy.
     """
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
+    def __init__(self, given: argparse.Namespace, link: float) -> None:
+        self.given, self.link = given, link
         self.device, self.dtype = torch.device(given.device), getattr(torch, given.dtype)
         with Meter(self.device) as meter:
             self.others = meter.live_bytes
@@ -228,7 +240,7 @@ class Bench:
             self.plain_bytes = meter.peak_bytes - self.others
         self.model.recomputes = False  # type: ignore[assignment]
         self.expected = checksums(self.model, optimizer)
-        self.add(Row("plain, recomputed", seconds, 0.0, self.plain_bytes, 0, 0, 0.0, ""))
+        self.add(Row(PLAIN, seconds, 0.0, self.plain_bytes, 0, 0, 0.0, ""))
 
     def with_torchao(self) -> None:
         """Weights on the device, gradients and state on the host, stepped there, blocks recomputed."""
@@ -252,7 +264,7 @@ class Bench:
         num_bytes = self.others + (parse_bytes(budget) if share is None else int(share * self.plain_bytes))
         initialise(self.model, self.device)
         optimizer, begin = self.optimizer(), now(self.device)
-        name = f"{budget}{', in backward' if in_backward else ''}"
+        name = f"{budget}{IN_BACKWARD if in_backward else ''}"
         x = self.batch(torch.Generator().manual_seed(7))
         try:
             with self.casting():
@@ -280,6 +292,8 @@ class Bench:
             stats = plan.stats()
             has_reference = self.expected is not None and not (in_backward and self.given.clip)
             bits = "" if not has_reference else self.compared(optimizer)
+            weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+            resident = weight_bytes * (1 if in_backward else 2) + state_bytes(optimizer)
             self.add(
                 Row(
                     name,
@@ -291,8 +305,28 @@ class Bench:
                     fit_seconds,
                     bits,
                     int(stats.moved_bytes_per_step),
+                    max(0, resident - (num_bytes - self.others)),
                 )
             )
+
+    def add_bounds(self) -> None:
+        """Print the rows once more, those of lowtide's with the bound."""
+        compute_seconds = next((row.seconds for row in self.rows if row.way == PLAIN), None) or self._measured_seconds()
+        for index, row in enumerate(self.rows):
+            if row.budget_bytes and compute_seconds:
+                in_backward = row.way.endswith(IN_BACKWARD)
+                least = bound(compute_seconds, row.away_bytes / self.link, in_backward=in_backward)
+                self.rows[index] = replace(row, bound_seconds=least)
+            print(line(self.rows[index]), flush=True)
+
+    def _measured_seconds(self) -> float | None:
+        """What the stages take one by one on a device that has room for the model, blocks forward twice."""
+        if self.given.from_cpu or not any(row.budget_bytes for row in self.rows):
+            return None
+        with self.casting():
+            chain = lowtide.measure(self.model, self.batch(torch.Generator().manual_seed(7)), stages=self.stages())
+        repeated = [stage for stage in chain.stages if isinstance(self.model, Llama) and "blocks" in stage.name]
+        return chain.compute_seconds + sum(stage.forward_seconds for stage in repeated)
 
     def compared(self, optimizer: torch.optim.Optimizer) -> str:
         return "equal" if checksums(self.model, optimizer) == self.expected else "OTHER"
@@ -308,7 +342,20 @@ class Bench:
 def line(row: Row) -> str:
     figures = f"{row.seconds * 1e3:9.1f} ms (predicted {row.predicted_seconds * 1e3:9.1f})"
     peaks = f"{format_bytes(row.peak_bytes):>10} (predicted {format_bytes(row.predicted_bytes):>10})"
-    return f"| {row.way:24} | {figures} | {peaks} | fit {row.fit_seconds:6.1f} s | {row.bits} |"
+    share = f"bound {row.bound_seconds * 1e3:.1f} ms, reached to {row.bound_seconds / row.seconds:.2f}"
+    told = share if row.bound_seconds else ""
+    return f"| {row.way:24} | {figures} | {peaks} | fit {row.fit_seconds:6.1f} s | {row.bits} | {told} |"
+
+
+def bound(compute_seconds: float, link_seconds: float, *, in_backward: bool) -> float:
+    """The least that a step takes whose optimizer state and weights have to come and go."""
+    return max(compute_seconds, link_seconds) if in_backward else compute_seconds + link_seconds
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """The bytes of all tensors that an optimizer has, wherever they are."""
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def said() -> Callable[[str, float], None]:
@@ -350,8 +397,10 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def print_link(device: torch.device) -> None:
-    """The link's speed each way, alone and both at once."""
+def measured_link(device: torch.device) -> float:
+    """The link's speed each way while both are busy, bytes per second; on CUDA printed, with that of each way alone."""
+    if device.type != "cuda":
+        return float(measured_bandwidth(device, both_ways=True))
     num_bytes = 2**30
     memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -369,6 +418,7 @@ def print_link(device: torch.device) -> None:
     alone = [gigabytes_a_second(0), gigabytes_a_second(1)]
     both = gigabytes_a_second(0, 1)
     print(f"link: {alone[0]:.1f} GB/s up, {alone[1]:.1f} GB/s down, {both:.1f} GB/s each way at once", flush=True)
+    return both * 1e9
 
 
 def with_fsdp2(given: argparse.Namespace) -> Row:
@@ -436,13 +486,12 @@ def main() -> None:
     if given.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if given.device == "cuda":
-        print_link(torch.device(given.device))
+    link = measured_link(torch.device(given.device))
     rows = [with_fsdp2(given)] if "fsdp2" in given.ways else []
     for row in rows:
         print(line(row), flush=True)
     if given.ways != ["fsdp2"]:
-        bench = Bench(given)
+        bench = Bench(given, link)
         if "plain" in given.ways:
             bench.plainly()
         if "torchao" in given.ways:
@@ -450,9 +499,8 @@ def main() -> None:
         for budget in given.budgets:
             for way in [way for way in given.ways if way in ("default", "in-backward")]:
                 bench.within(budget, in_backward=way == "in-backward")
+        bench.add_bounds()
         rows += bench.rows
-    for row in rows:
-        print(line(row))
     if given.json is not None:
         given.json.write_text(json.dumps({"given": vars(given) | {"json": ""}, "rows": [asdict(r) for r in rows]}))
 

@@ -115,6 +115,7 @@ def solve(
     duplex: bool = True,
     manage_weights: bool = False,
     step_in_backward: bool = False,
+    moves_activations: bool = True,
     progress: Progress | None = None,
 ) -> Solution:
     """Compute a schedule that stays within a budget.
@@ -131,6 +132,8 @@ def solve(
         manage_weights: whether `"auto"` may also move weights; such schedules can be simulated, but not executed.
         step_in_backward: for strategy `"joint"`, update each stage right after its backward instead of all stages
             after the last backward.
+        moves_activations: for strategy `"joint"`; False: it moves weights, weight gradients and optimizer state alone,
+            and recomputes.
         progress: called with the name of what is being tried and the share done, 0 to 1.
 
     Raises:
@@ -151,24 +154,23 @@ def solve(
         "slots": _checked_count("slots", slots),
         "segments": _checked_count("segments", segments),
         "step_in_backward": step_in_backward,
+        "moves_activations": moves_activations,
     }
     problem = Problem(chain, budget, rate, duplex, lambda s: simulate(chain, s, bandwidth=rate, duplex=duplex))
     if strategy != AUTO:
         entry = find(strategy)
         if segments is not None and entry.name != "segments":
             raise StrategyError(f"strategy {strategy!r} has no setting 'segments'; only the strategy 'segments' has")
-        if step_in_backward and not entry.lists_updates:
-            raise StrategyError(
-                f"strategy {strategy!r} has no setting 'step_in_backward'; only the strategy 'joint' has"
-            )
+        for name in _only_of_joint(step_in_backward, moves_activations) if not entry.lists_updates else ():
+            raise StrategyError(f"strategy {strategy!r} has no setting {name!r}; only the strategy 'joint' has")
         answer, trace = _checked(entry, problem, settings)
         return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, ())
     candidates: list[Candidate] = []
     best: tuple[Entry, Answer, Trace] | None = None
     moving: tuple[Entry, Answer, Trace] | None = None  # the best that manages weights
     others: list[tuple[Entry, Answer, Trace]] = []  # those that do not
-    if step_in_backward:
-        raise StrategyError("step_in_backward is a setting of the strategy 'joint'; give strategy=\"joint\" with it")
+    for name in _only_of_joint(step_in_backward, moves_activations):
+        raise StrategyError(f"{name} is a setting of the strategy 'joint'; give strategy=\"joint\" with it")
     entries = [entry for entry in applicable(chain, rate, manage_weights=manage_weights) if not entry.lists_updates]
     floor = _least_seconds(chain)
     for tried, entry in enumerate(entries):
@@ -200,6 +202,12 @@ def solve(
         best = _with_better_moves(others, best, problem)
     entry, answer, trace = best
     return _solution(entry.name, answer, trace, problem, time.perf_counter() - begin, tuple(candidates))
+
+
+def _only_of_joint(step_in_backward: bool, moves_activations: bool) -> list[str]:
+    """The settings that were given, and that no other strategy has."""
+    given = {"step_in_backward": step_in_backward, "moves_activations": not moves_activations}
+    return [name for name, is_given in given.items() if is_given]
 
 
 def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> list[Entry]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from benchmarks.coverage_shapes import UNet
 from tests.runtime.skips import ORDERS, Popping, attached, loss, measured, moving, network, storing, trained
 from tests.runtime.training import assert_equal
+from torch import nn
 
-from lowtide import Schedule
+import lowtide
+from lowtide import Prefetch, Schedule
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
 pytestmark = [
@@ -54,6 +58,37 @@ def test_delays_in_a_stream(order, late):
         for handle in handles:
             handle.remove()
     assert_equal(found, expected)
+
+
+def numbers_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of three steps and the buffers."""
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        model.zero_grad()
+        loss(model(x)).backward()
+        found += [parameter.grad.to("cpu", copy=True) for parameter in model.parameters() if parameter.grad is not None]
+        found += [buffer.to("cpu", copy=True) for buffer in model.buffers()]
+    return found
+
+
+def test_fit_moves_them():
+    """The least budget of `offload`: whatever nothing needs at the peak is away, skips included."""
+    options = {"loss": loss, "strategy": "offload", "progress": False}
+    model, x = network(UNet, "cuda", size=256)
+    expected = numbers_of(network(UNet, "cuda", size=256)[0], x)
+    gc.collect()
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, x, memory_budget=1, **options)
+    budget = caught.value.minimum_bytes
+    with lowtide.fit(model, x, memory_budget=budget, **options) as plan:
+        assert any(isinstance(each, Prefetch) and each.kind == "s" for each in plan.schedule.operations)
+        found = numbers_of(model, x)
+        stats = plan.stats()
+    assert stats.moved_bytes_per_step > 0
+    assert stats.measured_peak_bytes is not None
+    assert stats.measured_peak_bytes <= budget
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_they_leave_the_device():

@@ -55,7 +55,10 @@ def test_everything_as_one_region_is_the_compiled_model():
 def test_regions_that_are_recomputed_keep_the_budget_and_the_numbers(network):
     def built() -> tuple[nn.Module, dict]:
         torch.manual_seed(0)
-        return build() if network == "gpt2" else make("resnet18", device="cuda", batch=16, image=160)
+        if network == "gpt2":
+            return build()
+        # In double precision, where rounding of compiled convolutions stays far below a wrong gradient.
+        return make("resnet18", device="cuda", dtype="float64", batch=8, image=96)
 
     options = {**SETTINGS, "compile_stages": {"regions": True, **BY_RULE}}
     model, batch = built()
@@ -68,7 +71,8 @@ def test_regions_that_are_recomputed_keep_the_budget_and_the_numbers(network):
         assert plan.stats().measured_peak_bytes <= budget
     plain, _ = built()
     expected = run(plain, batch, 1)
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-2, atol=1e-2) for name in expected)
+    near = 1e-2 if network == "gpt2" else 1e-7
+    assert all(torch.allclose(found[name], expected[name], rtol=near, atol=near) for name in expected)
 
 
 def test_regions_in_cuda_graphs():

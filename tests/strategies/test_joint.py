@@ -129,6 +129,22 @@ def test_it_works_far_below_what_weights_alone_take():
     assert after.details["gap_to_bound"] == pytest.approx(after.seconds / after.lower_bound_seconds - 1)
 
 
+@pytest.mark.parametrize("step_in_backward", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_activations_can_be_left_where_they_are(seed, step_in_backward):
+    chain = some_chain(seed)
+    asked = {"strategy": "joint", "bandwidth": BANDWIDTH, "step_in_backward": step_in_backward}
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        solve(chain, memory_budget=0, moves_activations=False, **asked)
+    least = refused.value.minimum_bytes
+    assert least >= minimum_bytes(chain, step_in_backward=step_in_backward)
+    for budget in (least, 2 * least):
+        solution = solve(chain, memory_budget=budget, moves_activations=False, **asked)
+        assert {copy.value[0] for copy in solution.trace.copies} <= {"w", "g", "opt"}
+        alone = seconds_alone(chain, budget, "rotor")
+        assert solution.seconds <= alone * (1 + 1e-9)
+
+
 def test_weights_that_nothing_changes_are_never_copied_out():
     frozen = [Stage(str(k), 1.0, 1.0, 1, 2, weight_bytes=50, weight_grad_bytes=0) for k in range(4)]
     chain = Chain("adapted", [*frozen, Stage("head", 1.0, 1.0, 1, 2, weight_bytes=10, optimizer_bytes=20)])
@@ -147,6 +163,8 @@ def test_what_it_lacks_and_what_others_lack_is_said():
         solve(chain, memory_budget=100, strategy="rotor", step_in_backward=True)
     with pytest.raises(StrategyError, match="setting of the strategy 'joint'"):
         solve(chain, memory_budget=100, bandwidth=3, step_in_backward=True)
+    with pytest.raises(StrategyError, match="'pofo' has no setting 'moves_activations'"):
+        solve(chain, memory_budget=100, bandwidth=3, strategy="pofo", moves_activations=False)
 
 
 def test_auto_does_not_offer_it():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError
@@ -62,6 +62,7 @@ class Joint:
         step_in_backward: update each stage right after its backward. False: all updates come after the last backward,
             as in a loop that calls `optimizer.step()`.
         slots: how finely `pofo` tells amounts of memory apart on long chains.
+        moves_activations: False: activations and side values stay on the device, so that they take no host memory.
 
     Example:
         >>> from lowtide import Chain, Stage, solve
@@ -72,6 +73,7 @@ class Joint:
 
     step_in_backward: bool = False
     slots: int = DEFAULT_NUM_SLOTS
+    moves_activations: bool = True
 
     def plan(self, problem: Problem) -> Answer:
         """The fastest schedule found.
@@ -108,8 +110,11 @@ class Joint:
         lean = with_weights_passing(problem.chain)
         model = ContinuousModel.of(lean, problem.bandwidth, recompute=True)
         orders = [model.least_order(), once_each(lean).order, _recomputed(lean, None)[0]]
-        rounds = (Round(problem.chain, order, form) for order in dict.fromkeys(orders) for form in self._forms)
+        rounds = (self._round(problem, order, form) for order in dict.fromkeys(orders) for form in self._forms)
         return min(rounds, key=lambda each: each.need_bytes())
+
+    def _round(self, problem: Problem, order: Iterable[Forward | Backward], form: str) -> Round:
+        return Round(problem.chain, tuple(order), form, moves_activations=self.moves_activations)
 
     def _orders(self, problem: Problem) -> list[Order]:
         """Orders of forwards and backwards to choose from."""
@@ -123,14 +128,14 @@ class Joint:
     def _best(self, problem: Problem, orders: Iterable[Order], bound: float) -> _Found | None:
         """The best choice of an order and trips: every order coarsely, the best of them with care."""
         first, *others = self._forms
-        rounds = [Round(problem.chain, order, first) for order in dict.fromkeys(orders)]
+        rounds = [self._round(problem, order, first) for order in dict.fromkeys(orders)]
         found = [each for order in rounds for each in _placed(problem, order, _FIRST_RESERVES)]
         found.sort(key=lambda each: each.placed.seconds)
         if found and found[0].placed.seconds <= bound * (1 + _CLOSE_ENOUGH):
             return found[0]
         refined = list(dict.fromkeys(each.order for each in found))[:_NUM_REFINED] or rounds
         found += [each for order in refined for each in _placed(problem, order, _RESERVES)]
-        turned = [Round(problem.chain, tuple(_passes(order)), form) for order in refined for form in others]
+        turned = [self._round(problem, _passes(order), form) for order in refined for form in others]
         found += [each for order in turned for each in _placed(problem, order, _FIRST_RESERVES)]
         best = min(found, key=lambda each: each.placed.seconds, default=None)
         return None if best is None else _climbed(problem, best, bound)
@@ -142,7 +147,8 @@ class Joint:
     def _alone(self, problem: Problem) -> Iterator[Schedule]:
         """Activations alone, and where steps are taken in backward, weights alone."""
         try:
-            schedule = Pofo(slots=self.slots).plan(problem).schedule
+            alone = problem if self.moves_activations else replace(problem, bandwidth=0)
+            schedule = Pofo(slots=self.slots).plan(alone).schedule
             yield _schedule(problem.chain, self._with_updates(problem.chain, schedule.operations))
         except InfeasibleBudgetError:
             pass

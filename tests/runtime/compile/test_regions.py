@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.looping import looped
 from tests.runtime.schedules import random_schedule
-from tests.runtime.training import assert_equal, train
+from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide import Backward, Forward, Schedule
@@ -202,6 +203,48 @@ def test_fit_stores_everything_as_one_region_where_there_is_room(expected, tmp_p
         train(model, texts(batch=3))  # of another shape, regions are single stages, which equal ones share
         assert 1 < len(backend.graphs) < 1 + len(regions_of(model).split.stages)
     assert json.loads((tmp_path / "plan.json").read_text())["compilation"]["regions"] is True
+
+
+class WithScores(Language):
+    """Returns what its loss is computed of, too, as models of transformers do."""
+
+    def forward(self, text):
+        x = self.tokens(text)
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(self.norm(x))
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), text.flatten()), "scores": scores}
+
+
+def test_scores_that_are_returned_beside_the_loss_have_no_gradient_of_their_own() -> None:
+    backend, model, text = Counting(), WithScores(dropout=0.0), texts(batch=64)[0]
+    with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        assert len(backend.graphs) == 2
+        assert F.cross_entropy in backend.graphs[-1]
+        plain = WithScores(dropout=0.0)
+        plain.compile(backend=BACKEND, dynamic=False)
+        for each in (model, plain):
+            result = each(text)
+            (result["loss"] + result["scores"].square().mean()).backward()
+        assert_equal(dict(gradients(model)), dict(gradients(plain)))
+        loss = model(text)["loss"]
+        with Zeros() as seen:
+            loss.backward()
+        assert not seen.sizes
+
+
+class Zeros(TorchDispatchMode):
+    """Sees the sizes of tensors of zeros that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros.default:
+            self.sizes.append(result.shape)
+        return result
 
 
 class ReadsOnHost(Language):

@@ -16,11 +16,11 @@ from tests.runtime.training import Numbers, assert_equal, seed_all
 from torch import nn
 
 import lowtide
-from lowtide import Backward, Release, Update
+from lowtide import Backward, Offload, Release, Update
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
-from lowtide.runtime.fitting.moving import as_timed, joint_solution, moving_chain
+from lowtide.runtime.fitting.moving import Moving, as_timed, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure import timing, weights
 from lowtide.runtime.measure.measure import capture_and_measure
@@ -192,6 +192,47 @@ def test_a_host_budget_is_refused_with_the_least_that_works():
     with plan:
         train(plan.model, optimizer, batch(blocks))
         assert plan._part.execution.machine.tier.capacity_bytes <= needed
+
+
+def test_gradients_that_are_used_up_take_no_host_memory():
+    """With steps in backward the host holds weights and optimizer state, and training stays within that."""
+    own_bytes, needed = resident_bytes(blocks) // 2, []
+    for in_backward in (False, True):
+        with pytest.raises(InfeasibleBudgetError, match="host_memory_budget 97") as caught:
+            fitted(blocks, own_bytes, host_memory_budget="100kB", step_in_backward=in_backward)
+        needed.append(int(str(caught.value).split("is below the")[1].split("(")[1].split()[0]))
+    assert needed[1] < 0.8 * resident_bytes(blocks) < needed[0]
+    plan, optimizer = fitted(blocks, own_bytes, host_memory_budget=needed[1], step_in_backward=True)
+    with plan:
+        for _ in range(3):
+            square(plan.model(batch(blocks))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plan._part.execution.machine.tier.capacity_bytes <= needed[1]
+
+
+def test_activations_stay_where_the_host_has_no_room_for_them():
+    stages = [
+        lowtide.Stage(
+            str(k), 1.0, 2.0, 400 * 1024, 4000 * 1024, weight_bytes=1024, optimizer_bytes=2048, update_seconds=0.1
+        )
+        for k in range(6)
+    ]
+    chain = lowtide.Chain("six", stages)
+    mirrors = {("w", k): 1024 for k in range(1, 7)} | {("g", k): 1024 for k in range(1, 7)}
+    moving = Moving(chain, (0,) * 6, 0, {**mirrors, **{("opt", k): 2048 for k in range(1, 7)}}, {}, {}, 40_000_000)
+    settings = Settings(
+        12000 * 1024, "joint", 40_000_000, None, "adamw", square, None, False, True, None, Checks.SPOT, None
+    )
+    free = joint_solution(moving, settings)
+    assert any(isinstance(op, Offload) and op.kind in ("a", "abar") for op in free.schedule.operations)
+    weights_alone = 6 * 4096
+    held = joint_solution(moving, replace(settings, host_memory_budget=weights_alone))
+    assert not any(isinstance(op, Offload) and op.kind in ("a", "abar") for op in held.schedule.operations)
+    assert held.peak_bytes <= settings.memory_budget
+    assert held.seconds > free.seconds
+    with pytest.raises(InfeasibleBudgetError, match="host_memory_budget"):
+        joint_solution(moving, replace(settings, host_memory_budget=6 * 1024 - 1))
 
 
 def test_weights_move_where_nothing_else_stays_within_the_budget():

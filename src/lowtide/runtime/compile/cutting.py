@@ -53,8 +53,8 @@ def stages_of(graph: fx.Graph, model: nn.Module, split: Split) -> dict[fx.Node, 
     between: list[fx.Node] = []
     last = 1
     for node in _operations(graph):
-        source = node.args[0] if node.target is operator.getitem else None
-        if isinstance(source, fx.Node) and source in found and not _is_tensor(source):
+        source = _pair_behind(node)
+        if source in found:
             found[node] = found[source]  # what a split or a pair gives crosses as tensors
             continue
         k = units.stage_of(node)
@@ -104,9 +104,37 @@ def pieces_of(whole: fx.GraphModule, stages: Mapping[fx.Node, int], fixed: Colle
     by_stage: dict[int, list[fx.Node]] = {}
     for node in _operations(whole.graph):
         by_stage.setdefault(stages[node], []).append(node)
-    for nodes in by_stage.values():
+    parts = [(k, nodes) for k in sorted(by_stage) for nodes in _returned_apart(by_stage[k])]
+    for _, nodes in parts:
         _check_grad_mode(nodes)
-    return [_piece(whole, k, by_stage[k], fixed) for k in sorted(by_stage)]
+    return [_piece(whole, k, nodes, fixed) for k, nodes in parts]
+
+
+def _returned_apart(nodes: list[fx.Node]) -> list[list[fx.Node]]:
+    """The operations of a stage, cut behind the last value that the model returns and goes on computing with.
+
+    Compiled as one, the logits of a language model and the loss of them would have a gradient each: that of the logits,
+    which nobody uses, would be a tensor of zeros of their size, to which the loss's is added.
+    """
+    own = set(nodes)
+    ends = [place for place, node in enumerate(nodes) if _is_returned(node) and not own.isdisjoint(node.users)]
+    if not ends:
+        return [nodes]
+    first = set(nodes[: ends[-1] + 1])
+    first.update(node for node in nodes if _pair_behind(node) in first)
+    return [[node for node in nodes if node in first], [node for node in nodes if node not in first]]
+
+
+def _pair_behind(node: fx.Node) -> fx.Node | None:
+    """The operation of whose several results a node is one."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and not _is_tensor(source) else None
+
+
+def _is_returned(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    is_differentiable = isinstance(value, torch.Tensor) and value.requires_grad
+    return is_differentiable and any(user.op == "output" for user in node.users)
 
 
 def _piece(whole: fx.GraphModule, stage: int, nodes: list[fx.Node], fixed: Collection[str]) -> Piece:

@@ -310,7 +310,7 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
             "the schedule updates weights inside backward without saying when, which can only be simulated; solve with "
             "strategy='joint'"
         )
-    steps_in_backward = any(isinstance(operation, Update) for operation in listed[:end])
+    steps_in_backward = is_stepping_in_backward(listed)
     if steps_in_backward and grads_resident:
         raise PlanError(
             "the schedule steps in backward, which does not go with accumulated gradients (grads_resident); solve "
@@ -333,6 +333,12 @@ def _placed(schedule: Schedule, num_stages: int, *, grads_resident: bool) -> tup
     return listed[:end], Placement(frozenset(start), frozenset(there), listed[end:], steps_in_backward)
 
 
+def is_stepping_in_backward(operations: Sequence[Operation]) -> bool:
+    """Whether a list updates weights before its last backward, and so uses their gradients up."""
+    last = max(index for index, operation in enumerate(operations) if isinstance(operation, Backward))
+    return any(isinstance(operation, Update) for operation in operations[:last])
+
+
 def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule:
     """A list that moves weights as a loop of the user's runs it, whose code has its turn between the parts of a step.
 
@@ -349,7 +355,7 @@ def as_executed(schedule: Schedule, *, grads_resident: bool = False) -> Schedule
         forward -= 1
     backward = max(index for index, operation in enumerate(listed) if isinstance(operation, Backward))
     ends = [forward + 1]
-    if not any(isinstance(operation, Update) for operation in listed[:backward]):
+    if not is_stepping_in_backward(listed):
         ends.append(backward + 1)
     listed = _with_arrivals(listed, ends)
     if len(ends) > 1:

@@ -10,7 +10,12 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, PlanError
-from lowtide.runtime.execute.program import as_executed, num_late_fetches, with_late_fetches
+from lowtide.runtime.execute.program import (
+    as_executed,
+    is_stepping_in_backward,
+    num_late_fetches,
+    with_late_fetches,
+)
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
 from lowtide.runtime.fitting.solving import Settings, with_even_times
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, update_figures, updates_of
@@ -48,6 +53,7 @@ class Moving:
         moved: the ids of the parameters that may move, by stage.
         state_bytes: the optimizer's state of each parameter, by its id.
         bandwidth: bytes per second each way while both are busy, which they mostly are.
+        moves_activations: schedules may move activations, too.
     """
 
     chain: Chain
@@ -57,6 +63,7 @@ class Moving:
     moved: Mapping[int, frozenset[int]]
     state_bytes: Mapping[int, int]
     bandwidth: int
+    moves_activations: bool = True
 
     def with_chain(self, chain: Chain) -> Moving:
         """The same with other figures of the stages."""
@@ -144,9 +151,25 @@ def _room(tensor: torch.Tensor) -> int:
 def joint_solution(moving: Moving, settings: Settings) -> Solution:
     """The fastest schedule found within the budgets of device and host, the optimizer's own memory included.
 
+    Where the host has no room for activations besides, they stay on the device.
+
     Raises:
         InfeasibleBudgetError: with the least budget that works.
     """
+    solution = _within_budget(moving, settings)
+    if _has_room(moving, solution, settings):
+        return solution
+    try:
+        staying = _within_budget(replace(moving, moves_activations=False), settings)
+    except InfeasibleBudgetError:  # the device has no room for them, either
+        staying = solution
+    if not _has_room(moving, staying, settings):
+        raise _short_of_host(min(_host_bytes(moving, each) for each in (solution, staying)), settings)
+    return staying
+
+
+def _within_budget(moving: Moving, settings: Settings) -> Solution:
+    """The fastest schedule found within the budget of the device."""
     budget, steps = settings.memory_budget, max(*moving.step_bytes, moving.rest_bytes)
     even = _with_even_times(moving)
     minimum = _minimum_bytes(even, settings)
@@ -163,7 +186,6 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
             )
         solution = _fastest(moving, settings, minimum, steps) if budget < minimum + steps else None
         solution = solution or leanest
-    _check_host(moving, solution, settings)
     return replace(solution, memory_budget=budget)
 
 
@@ -205,6 +227,7 @@ def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
         bandwidth=moving.bandwidth,
         slots=settings.slots,
         step_in_backward=settings.step_in_backward,
+        moves_activations=moving.moves_activations,
         progress=settings.progress,
     )
     executed = min(_executed(solution, moving), key=lambda each: each.seconds)
@@ -256,21 +279,33 @@ def update_peak_bytes(trace: Trace, moving: Moving) -> int:
 
 
 def host_bytes_of(moving: Moving, solution: Solution) -> int:
-    """What the lower tier must hold for weights, gradients and optimizer state: all gradients, and what leaves."""
+    """What the lower tier must hold for weights, gradients and optimizer state: what leaves, and all gradients that can
+    be read after their update.
+    """
     operations = solution.schedule.operations
     leaving = {operation.value for operation in operations if isinstance(operation, Offload | Release)}
     updated = {("g", operation.stage) for operation in operations if isinstance(operation, Update)}
+    if is_stepping_in_backward(operations):
+        updated = set()  # used up
     return sum(moving.mirror_bytes.get(value, 0) for value in leaving | updated)
 
 
-def _check_host(moving: Moving, solution: Solution, settings: Settings) -> None:
-    limit = settings.host_memory_budget
+def _host_bytes(moving: Moving, solution: Solution) -> int:
+    """What the lower tier must hold of everything."""
     values = {op.value for op in solution.schedule.operations if isinstance(op, Offload) and op.kind in ("a", "abar")}
     needed = host_bytes_of(moving, solution) + host_bytes(moving.chain, solution.schedule)
-    needed += len(values) * _PIECES * rounded(1)
-    if limit is not None and needed > limit:
-        raise InfeasibleBudgetError(
-            f"host_memory_budget {format_bytes(limit)} ({limit} bytes) is below the {format_bytes(needed)} ({needed} "
-            "bytes) that weights, gradients and optimizer state take there within this memory_budget; raise either",
-            minimum_bytes=settings.memory_budget,
-        )
+    return needed + len(values) * _PIECES * rounded(1)
+
+
+def _has_room(moving: Moving, solution: Solution, settings: Settings) -> bool:
+    limit = settings.host_memory_budget
+    return limit is None or _host_bytes(moving, solution) <= limit
+
+
+def _short_of_host(needed: int, settings: Settings) -> InfeasibleBudgetError:
+    limit = settings.host_memory_budget or 0
+    return InfeasibleBudgetError(
+        f"host_memory_budget {format_bytes(limit)} ({limit} bytes) is below the {format_bytes(needed)} ({needed} "
+        "bytes) that weights, gradients and optimizer state take there within this memory_budget; raise either",
+        minimum_bytes=settings.memory_budget,
+    )

@@ -264,8 +264,7 @@ def measure_split(
     there_bytes = sum(entry.weight_bytes for entry in weights) + existing_state_bytes(model, optimizer)
     there_bytes -= 0 if visits is None else visits.home_bytes
     base_bytes = start_bytes - there_bytes + kept_bytes + outside.weight_grad_bytes
-    # What compiled code reads is not seen; and on CUDA they stay until moved ones have been shown to be exact there.
-    if not moves_side_values or device.type == "cuda" or any(map(is_compiled, model.modules())):
+    if not moves_side_values or any(map(is_compiled, model.modules())):  # what compiled code reads is not seen
         skipping = [replace(each, stays=True) for each in skipping]
     side_values = tuple(each.as_side_value(figures) for each in skipping)
     figures = with_side_values(figures, skipping)

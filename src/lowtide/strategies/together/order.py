@@ -49,10 +49,14 @@ class Round:
         order: forwards and backwards, legal where every value stays on the device until it is removed.
         updates: `"down"` or `"up"`, after the last backward from stage n to 1 or from 1 to n; `"between"`, each right
             after its backward.
+        moves_activations: activations and side values make trips, too.
     """
 
-    def __init__(self, chain: Chain, order: Sequence[Forward | Backward], updates: str) -> None:
+    def __init__(
+        self, chain: Chain, order: Sequence[Forward | Backward], updates: str, *, moves_activations: bool = True
+    ) -> None:
         self.chain = chain
+        self.moves_activations = moves_activations
         profile = Profile(without_weights(chain), order)
         self.updated = updated_stages(chain)
         self.computations, self._at = _with_updates(profile.order, self.updated, updates)
@@ -129,7 +133,7 @@ class Round:
                     self._add(("g", k), stage.weight_grad_bytes, backward, update, backward, version + 2)
             version += 3
         numbers: dict[tuple[Value, int], int] = {}
-        for gap in profile.gaps:
+        for gap in profile.gaps if self.moves_activations else ():
             if gap.begin >= 0:  # the input of the chain stays until it has been used
                 number = numbers.setdefault((gap.value, gap.made), version + len(numbers))
                 made = self._at[max(0, gap.made)]
