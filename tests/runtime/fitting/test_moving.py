@@ -315,7 +315,7 @@ def test_weights_stay_where_a_trial_shows_that_moving_them_is_not_faster(monkeyp
     ("alone", "moved", "gradient_bytes", "expected"),
     [(10.0, 8.0, 0, True), (10.0, 9.5, 0, False), (10.0, 8.0, 20, True), (10.0, 8.0, 21, False)],
 )
-def test_moving_weights_is_worth_a_tenth_of_a_step_and_the_clipping_of_gradients(alone, moved, gradient_bytes, expected):
+def test_moving_weights_has_to_be_worth_a_tenth_of_a_step_and_clipping(alone, moved, gradient_bytes, expected):
     def chain(seconds: float) -> lowtide.Chain:
         stages = [lowtide.Stage("one", seconds, 0.0, 0, 0, weight_bytes=1, weight_grad_bytes=gradient_bytes)]
         return lowtide.Chain("one", stages)

@@ -251,8 +251,8 @@ def _with_weights_moved(
     if not is_faster(found.solution, other.solution, moving):
         tier.give_up_unused()  # more than activations alone will need
         return found
-    alone = format_seconds(seconds_with_updates(found.solution, moving))
-    note = f"a step takes {format_seconds(other.solution.seconds)} if weights and optimizer state move, and {alone} if not"
+    alone, moved = format_seconds(seconds_with_updates(found.solution, moving)), format_seconds(other.solution.seconds)
+    note = f"a step takes {moved} if weights and optimizer state move, and {alone} if not; so they move"
     return replace(other, notes=(note, *other.notes))
 
 
