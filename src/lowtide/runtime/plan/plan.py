@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import attrgetter, is_
@@ -539,16 +539,18 @@ class Plan:
         name, then, dtype = changed
         raise PlanError(f"parameter {name!r} is {dtype}, but was {then} when the plan was made; {FIT_AGAIN}")
 
-    def _check_moved(self, registered: Sequence[torch.Tensor]) -> None:
+    def _check_moved(self, registered: Sequence[torch.Tensor | None]) -> None:
         """Refuse other parameters in the place of those that move, and that the optimizer has."""
         weights = self._part.execution.weights
-        if weights is None or not all(isinstance(each, nn.Parameter) for each in registered):  # as in functional_call
+        present = [each for each in registered if each is not None]
+        if weights is None or not all(isinstance(each, nn.Parameter) for each in present):  # as in functional_call
             return
-        replaced = weights.name_of_other_than(registered)
+        replaced = weights.name_of_other_than(present)
         if replaced is not None:
             raise PlanError(
                 f"parameter {replaced!r} was replaced (load_state_dict(assign=True), fully_shard) while its plan keeps "
-                "weights on the host; call plan.detach(), make an optimizer of the new parameters, and call fit again with it"
+                "weights on the host; call plan.detach(), make an optimizer of the new parameters, and call fit again "
+                "with it"
             )
 
     def _check_optimizer(self) -> None:
@@ -558,8 +560,9 @@ class Plan:
             return
         self._said_optimizer = True
         _warn(
-            "weights on the host are stepped by another optimizer than the one that fit was given; numbers are right, but "
-            "its state stays on the device, and its step is slow. Call fit again with optimizer= and the one that steps"
+            "weights on the host are stepped by another optimizer than the one that fit was given; numbers are right, "
+            "but its state stays on the device, and its step is slow. Call fit again with optimizer= and the one that "
+            "steps"
         )
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
