@@ -224,12 +224,16 @@ def plan_for(
 def _compiled_plan(
     model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
 ) -> tuple[Planned, CompiledModel]:
-    """A plan for compiled stages, in regions where that was asked for."""
+    """A plan for compiled stages, in regions or block by block.
+
+    Whatever is tried is bounded: the whole model as one region or, where that does not fit, the stages in both ways
+    without variants; then one way with variants. Each takes about as long as compiling the whole model at the most.
+    """
     compilation = settings.compilation
     assert compilation is not None
 
-    def planned_with(compilation: Compilation) -> tuple[Planned, CompiledModel]:
-        chosen = replace(settings, compilation=compilation)
+    def planned_with(*, regions: bool) -> tuple[Planned, CompiledModel]:
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
@@ -239,12 +243,38 @@ def _compiled_plan(
             raise
 
     if not settings.regions:
-        return planned_with(compilation)
+        return _advised(planned_with(regions=False), sample)
     whole = _as_one_region(model, sample, settings, tier) if after is None else None
-    found = whole or planned_with(replace(compilation, regions=True))
-    if settings.regions is True or not found[1].compilation.regions or device_of(model).type != "cuda":
-        return found  # steps on a CPU are not timed
-    return _faster(found, lambda: planned_with(replace(compilation, regions=False)))
+    is_timed = settings.regions is not True and device_of(model).type == "cuda"  # steps on a CPU are not
+    if not is_timed:
+        return whole or planned_with(regions=True)
+    if whole is not None:
+        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample)
+    return _advised(planned_with(regions=_are_regions_faster(model, sample, settings)), sample)
+
+
+def _are_regions_faster(model: nn.Module, sample: Sample, settings: Settings) -> bool:
+    """Whether the stages of a model take less time as regions than with their blocks compiled one by one."""
+    compilation = settings.compilation
+    assert compilation is not None
+    compilation = replace(compilation, options=compilation.options_for(model), budgets=())
+    found: list[float] = []
+    for regions in (True, False):
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
+        _, (chain, compiled) = measured_for(model, sample, chosen)
+        assert compiled is not None
+        compiled.remove()
+        if regions and not compiled.compilation.regions:
+            return False  # it is not one graph
+        found.append(chain.compute_seconds)
+    return found[0] <= found[1]
+
+
+def _advised(found: tuple[Planned, CompiledModel], sample: Sample) -> tuple[Planned, CompiledModel]:
+    """A plan whose user is told where another layout of images would be faster."""
+    if found[1].copies_images(sample.tensors()):
+        warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
+    return found
 
 
 def _as_one_region(
@@ -310,7 +340,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except InfeasibleBudgetError:
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:
@@ -384,8 +414,6 @@ def measured_for(
 
     def measured(split: Split, compilation: Compilation | None) -> tuple[Chain, CompiledModel | None]:
         compiled = None if compilation is None else compilation.of(model, split)
-        if compiled is not None and compiled.copies_images(sample.tensors()):
-            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
         try:
             chain = measure_split(
                 model,
