@@ -292,7 +292,8 @@ class Bench:
             stats = plan.stats()
             has_reference = self.expected is not None and not (in_backward and self.given.clip)
             bits = "" if not has_reference else self.compared(optimizer)
-            resident = sum(p.nbytes * (1 if in_backward else 2) for p in self.model.parameters()) + state_bytes(optimizer)
+            weight_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+            resident = weight_bytes * (1 if in_backward else 2) + state_bytes(optimizer)
             self.add(
                 Row(
                     name,
