@@ -263,9 +263,7 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
     return Compilation(options, DEFAULT_BUDGETS if variants else ())
 
 
-def _regions(
-    compile_stages: bool | Mapping[str, Any], stages: StageNames | None, device: torch.device
-) -> bool | str:
+def _regions(compile_stages: bool | Mapping[str, Any], stages: StageNames | None, device: torch.device) -> bool | str:
     """Whether the model is compiled in regions, as the options say.
 
     Left open, trials decide on CUDA, where steps are timed; unless numbers shall not depend on what a trial shows, or

@@ -232,12 +232,12 @@ def _compiled_plan(
     compilation = settings.compilation
     assert compilation is not None
 
-    def planned_with(*, regions: bool) -> tuple[Planned, CompiledModel]:
+    def planned_with(*, regions: bool, accepts: bool = goes_on) -> tuple[Planned, CompiledModel]:
         chosen = replace(settings, compilation=replace(compilation, regions=regions))
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
-            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=goes_on), compiled
+            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=accepts), compiled
         except BaseException:
             compiled.remove()
             raise
@@ -250,24 +250,31 @@ def _compiled_plan(
         return whole or planned_with(regions=True)
     if whole is not None:
         return _advised(_faster(whole, lambda: planned_with(regions=False)), sample)
-    return _advised(planned_with(regions=_are_regions_faster(model, sample, settings)), sample)
+    refused: list[tuple[int, str]] = []
+    ways = _ways_by_speed(model, sample, settings)
+    for regions in ways:
+        try:
+            return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
+        except InfeasibleBudgetError as error:
+            refused.append((error.minimum_bytes, str(error)))
+    raise _refusal(refused, settings.memory_budget)
 
 
-def _are_regions_faster(model: nn.Module, sample: Sample, settings: Settings) -> bool:
-    """Whether the stages of a model take less time as regions than with their blocks compiled one by one."""
+def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings) -> list[bool]:
+    """Whether to compile in regions; first the way in which the stages of a model take less time without variants."""
     compilation = settings.compilation
     assert compilation is not None
     compilation = replace(compilation, options=compilation.options_for(model), budgets=())
-    found: list[float] = []
+    seconds: dict[bool, float] = {}
     for regions in (True, False):
         chosen = replace(settings, compilation=replace(compilation, regions=regions))
         _, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         compiled.remove()
         if regions and not compiled.compilation.regions:
-            return False  # it is not one graph
-        found.append(chain.compute_seconds)
-    return found[0] <= found[1]
+            return [False]  # it is not one graph
+        seconds[regions] = chain.compute_seconds
+    return sorted(seconds, key=seconds.__getitem__)
 
 
 def _advised(found: tuple[Planned, CompiledModel], sample: Sample) -> tuple[Planned, CompiledModel]:
