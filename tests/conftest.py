@@ -1,4 +1,8 @@
-"""For all tests: `--core`, what was imported is left out of garbage collections, and stages are timed in few runs."""
+"""For all tests: `--core`, and three things that keep them short.
+
+What was imported is left out of garbage collections, devices that are missing are not seeded, and stages are timed in
+few runs.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +70,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module(_IMPORTED_LATE)
         if hasattr(session.config, "workerinput"):
             importlib.import_module(_IMPORTED_TO_COMPILE)
+        _seed_no_missing_device()
     _freeze()
 
 
@@ -83,6 +88,14 @@ def _few_timed_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     timing = sys.modules.get("lowtide.runtime.measure.timing")
     if timing is not None and request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(timing, "_MOST_RUNS", timing._FEWEST_RUNS)
+
+
+def _seed_no_missing_device() -> None:
+    """For each kind of device `torch.manual_seed` writes down the stack, in case one turns up: milliseconds each."""
+    torch = sys.modules["torch"]
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
 
 def _freeze() -> None:

@@ -83,6 +83,8 @@ def attributes_of(model: nn.Module) -> list[Any]:
 
 def comparable(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Tensors as their numbers, containers with what is in them, other objects by their type."""
+    if value is None or type(value) in (int, float, str, bool):
+        return value
     if id(value) in above:
         return "itself"
     inner = functools.partial(comparable, above=(*above, id(value)))

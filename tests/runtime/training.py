@@ -110,6 +110,7 @@ def assert_equal(got: Numbers, expected: Numbers) -> None:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_floating_point() and bool(other.isnan().any()):
-        return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
-    return one.dtype == other.dtype and torch.equal(one, other)
+    if one.dtype == other.dtype and torch.equal(one, other):
+        return True
+    has_nan = one.is_floating_point() and bool(other.isnan().any())
+    return has_nan and torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -139,6 +139,9 @@ _NUMPY = Source(
 _seed_of = methodcaller("initial_seed")
 
 
+_KINDS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
 class Generators:
     """The generators that a model's code may draw from.
 
@@ -148,7 +151,10 @@ class Generators:
     """
 
     def __init__(self, devices: set[torch.device], own: Iterable[Any]) -> None:
-        unique = list({id(value): value for value in own}.values())
+        kept = list(own)
+        # Of a large model's values few are generators, and there are few kinds of values.
+        kinds = {kind for kind in set(map(type, kept)) if issubclass(kind, _KINDS)}
+        unique = list({id(value): value for value in kept if type(value) in kinds}.values())
         self._torch = [torch.default_generator, *(value for value in unique if isinstance(value, torch.Generator))]
         indices = {device.index or 0 for device in devices if device.type == "cuda"}
         if not devices and torch.cuda.is_available() and torch.cuda.is_initialized():
