@@ -354,7 +354,7 @@ def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None
 @pytest.fixture
 def _timed(monkeypatch):
     """Plan as on CUDA, where trial steps are timed."""
-    monkeypatch.setattr(trials, "device_of", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
 
 
 @pytest.mark.usefixtures("_timed")
