@@ -398,7 +398,7 @@ def _faster(
     return one
 
 
-def _refusal(refused: list[tuple[int, str]], budget: int, reason: str) -> InfeasibleBudgetError:
+def _refusal(refused: list[tuple[int, str]], budget: int, reason: str = "") -> InfeasibleBudgetError:
     """The least budget of several ways and its message; of a way that lacks host memory alone, the message, too, and
     why weights cannot move.
     """
