@@ -48,13 +48,13 @@ def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -
     Raises:
         InfeasibleBudgetError: with the least peak of all of them.
     """
-    candidates = _candidates(problem, cuts)
-    feasible = [candidate for candidate in candidates if candidate.peak_bytes <= problem.memory_budget]
-    if not feasible:
-        raise problem.infeasible(strategy, min(candidate.peak_bytes for candidate in candidates))
-    best = min(feasible, key=lambda candidate: (candidate.seconds, candidate.peak_bytes))
-    schedule = best.schedule(strategy, problem.chain)
-    return Answer(schedule, details={"num_segments": len(best.starts)})
+    peaks: list[int] = []
+    for _, equals in itertools.groupby(_candidates(problem, cuts), key=lambda candidate: candidate.seconds):
+        best = min(equals, key=lambda candidate: candidate.peak_bytes)
+        if best.peak_bytes <= problem.memory_budget:
+            return Answer(best.schedule(strategy, problem.chain), details={"num_segments": len(best.starts)})
+        peaks.append(best.peak_bytes)
+    raise problem.infeasible(strategy, min(peaks))
 
 
 def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
@@ -62,13 +62,15 @@ def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
     return min(candidate.peak_bytes for candidate in _candidates(problem, cuts))
 
 
-def _candidates(problem: Problem, cuts: Iterable[Starts]) -> list[Segmentation]:
+def _candidates(problem: Problem, cuts: Iterable[Starts]) -> Iterator[Segmentation]:
+    """The fastest first: most of those that take longer need not be simulated."""
     costs = costs_of(problem.chain, variants=False)
     found = [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
-    if problem.chain.has_other_values:  # the simulator knows their lifetimes
-        peaks = (problem.evaluate(each.schedule("", problem.chain)).peak_bytes for each in found)
-        found = [replace(each, peak_bytes=peak) for each, peak in zip(found, peaks, strict=True)]
-    return found
+    for each in sorted(found, key=lambda candidate: candidate.seconds):
+        if problem.chain.has_other_values:  # the simulator knows their lifetimes
+            yield replace(each, peak_bytes=problem.evaluate(each.schedule("", problem.chain)).peak_bytes)
+        else:
+            yield each
 
 
 def _operations(starts: Starts, num_stages: int) -> Iterator[Operation]:
