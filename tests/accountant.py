@@ -225,7 +225,8 @@ class Ledger:
             weight_grad = self.stage_bytes("g", k)
         self.device.add(("delta", k - 1))
         self.device |= {("gradient of s", i) for i in range(1, len(self.sides)) if max(self.sides[i]["to"]) == k}
-        self.peak = max(self.peak, self.stored() + weight_grad + way.get("backward_extra_bytes", 0))
+        change = way.get("backward_extra_bytes", 0) - way.get("freed_bytes", 0)
+        self.peak = max(self.peak, self.stored() + weight_grad + change)
         self.compute(way["backward_seconds"])
         own = [(kind, i) for i in self.sides_of(k) for kind in ("s", "gradient of s")]
         for value in (("delta", k), ("abar", k), ("a", k - 1), *own):

@@ -28,7 +28,7 @@ SIZES: dict[str, Sizes] = {
 # What else a chain can have; each changes the memory model somewhere.
 FEATURES = (
     "saved = output", "large extras", "weight gradients", "grads resident", "odd gradients", "variants", "base",
-    "lean saving",
+    "lean saving", "freed early",
 )  # fmt: skip
 # What the strategies of offloading pass over: they are valid with it, and not optimal.
 NESTED_FEATURES = (*FEATURES, "reruns")
@@ -126,8 +126,11 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
     def extra() -> int:
         return rng.choice((0, rng.randint(0, 25))) if large else rng.choice((0, 0, rng.randint(0, 3)))
 
+    def freed(saved_bytes: int) -> int:
+        return rng.randint(0, saved_bytes) if "freed early" in features else 0
+
     variants = tuple(
-        Variant(f"way {v}", rng.randint(0, 5), rng.randint(0, 5), saved(), extra(), extra())
+        Variant(f"way {v}", rng.randint(0, 5), rng.randint(0, 5), size := saved(), extra(), extra(), freed(size))
         for v in range(1, rng.randint(1, 3) if "variants" in features else 1)
     )
     forward = rng.randint(0, 5)
@@ -136,7 +139,7 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         forward,
         rng.randint(0, 5),
         output,
-        saved(),
+        size := saved(),
         grad_bytes=rng.randint(0, 9) if "odd gradients" in features else None,
         forward_extra_bytes=(forward_extra := extra()),
         backward_extra_bytes=extra(),
@@ -147,4 +150,5 @@ def _stage(rng: random.Random, name: str, output: int, features: tuple[str, ...]
         rerun_seconds=rng.randint(0, forward) if "reruns" in features else None,
         saving_extra_bytes=rng.randint(0, forward_extra) if "lean saving" in features else None,
         update_seconds=rng.randint(0, 3) if "updates" in features else 0.0,
+        freed_bytes=freed(size),
     )

@@ -88,7 +88,9 @@ class Nested:
         for v in range(stage.num_variants if self.variants else 1):
             way = stage.variant(v)
             fits_forward = self._beside(t) + way.saved_bytes + way.saving_extra_bytes <= free
-            fits_backward = self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes <= free
+            fits_backward = (
+                self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes - way.freed_bytes <= free
+            )
             if fits_forward and fits_backward and (s == t or self.saves_ahead):
                 inner = self.seconds_of(s + 1, t, free - way.saved_bytes) if s < t else 0.0
                 # the forward that ends s..t comes after the backward of t + 1, where there is one
@@ -216,7 +218,7 @@ def _moves(chain: Chain, state: _State, persistent: bool) -> Iterator[tuple[Oper
         made = chain.gradient_bytes(k - 1) + (0 if chain.grads_resident else chain.stage(k).weight_grad_bytes)
         # a[k] by itself is of no use any more, but nothing removes it.
         after = _State(_with(_kept(state), k - 1, 0), _with(state.saved, k, -1), k - 1)
-        yield Backward(k), after, way.backward_seconds, stored + made + way.backward_extra_bytes
+        yield Backward(k), after, way.backward_seconds, stored + made + way.backward_extra_bytes - way.freed_bytes
 
 
 def _kept(state: _State) -> tuple[int, ...]:

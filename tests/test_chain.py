@@ -67,6 +67,14 @@ def test_what_a_forward_that_saves_needs_is_written_where_it_is_less():
     assert Chain.from_dict(chain.to_dict()) == chain
 
 
+def test_what_is_freed_early_is_written_where_there_is_any():
+    assert all("freed_bytes" not in stage for stage in Chain.from_dict(FILE).to_dict()["stages"])
+    variant = {"name": "slim", "forward_seconds": 1, "backward_seconds": 1, "saved_bytes": 9**9, "freed_bytes": 3}
+    chain = Chain.from_dict(with_stage(freed_bytes=1, variants=[variant]))
+    assert (chain.stage(2).freed_bytes, chain.stage(2).variant(1).freed_bytes) == (1, 3)
+    assert Chain.from_dict(chain.to_dict()) == chain
+
+
 def test_the_optimizer_step_and_side_values_are_written_where_there_are_any():
     chain = Chain.from_dict(FILE)
     assert "side_values" not in chain.to_dict()
@@ -97,6 +105,7 @@ def test_the_optimizer_step_and_side_values_are_written_where_there_are_any():
         (with_stage(rerun_seconds=None), ["stage 2", "rerun_seconds", "null", "seconds"]),
         (with_stage(rerun_seconds=9.5), ["stage 2", "rerun_seconds", "9.5", "more than"]),
         (with_stage(saving_extra_bytes=None), ["stage 2", "saving_extra_bytes", "null", "whole bytes"]),
+        (with_stage(freed_bytes=10**12), ["stage 2", "freed_bytes", "1000000000000", "more than"]),
         (with_stage(forward_extra_bytes=7, saving_extra_bytes=8), ["stage 2", "saving_extra_bytes", "8", "more than"]),
         (with_stage(update_seconds=-1), ["stage 2", "update_seconds", "-1", "seconds"]),
         (with_side(bytes=-1), ["side value 2 (skip): bytes is -1, expected whole bytes"]),

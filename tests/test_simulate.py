@@ -125,6 +125,15 @@ def test_variants_have_times_and_bytes_of_their_own():
     assert [step.peak_bytes for step in trace.steps] == [2 + 4 + 5 + 7, 2 + 4 + 5 + 11]
 
 
+def test_what_is_freed_early_makes_room_for_gradients_and_for_no_more():
+    chains = [
+        Chain("one", [Stage("f", 1.0, 2.0, 4, 6, grad_bytes=0, freed_bytes=4)], input_bytes=2, input_grad_bytes=made)
+        for made in (3, 7)
+    ]
+    traces = [simulate(chain, Schedule("", [Forward(1, "all"), Backward(1)])) for chain in chains]
+    assert [trace.steps[1].peak_bytes for trace in traces] == [2 + 6, 2 + 6 + 7 - 4]
+
+
 @pytest.mark.parametrize(
     ("operations", "index", "reason"),
     [

@@ -52,6 +52,7 @@ class Variant:
     saved_bytes: int
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
+    freed_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_fields(self, where=f"variant {self.name!r}")
@@ -66,9 +67,16 @@ class Variant:
         """Extra bytes while a forward saves everything; the only kind of forward that a variant has."""
         return self.forward_extra_bytes
 
+    def backward_more_bytes(self, made_bytes: int) -> int:
+        """As for a stage."""
+        return max(0, made_bytes + self.backward_extra_bytes - self.freed_bytes)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the variant as in a chain file."""
-        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        if not self.freed_bytes:
+            del values["freed_bytes"]
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +88,16 @@ class Stage:
     `forward_seconds`, is the time of a forward `all` after the backward of the next stage: only what it saves is needed
     then, so it can stop before its last matrix product. `saving_extra_bytes`, by default `forward_extra_bytes`, is what
     a forward `all` needs while it runs: what another forward makes and frees may be part of what it saves.
+    `freed_bytes` are those of `saved_bytes` that are gone when the backward takes the most: a convolution's own output,
+    which only the next stage's backward needs.
     `update_seconds` is the time of the stage's optimizer step with everything on the device. `outliving` lists pairs
     (m, bytes): so much of a[m] the code around the stages still holds while this one runs forward for the first time.
     Where neither a[m] nor abar[m] is on the device, that counts besides.
 
     Raises:
         ChainError: for a negative, fractional or oversized number, and where `saved_bytes < output_bytes`,
-            `rerun_seconds > forward_seconds` or `saving_extra_bytes > forward_extra_bytes`.
+            `rerun_seconds > forward_seconds`, `saving_extra_bytes > forward_extra_bytes` or
+            `freed_bytes > saved_bytes`.
     """
 
     name: str
@@ -105,6 +116,7 @@ class Stage:
     saving_extra_bytes: int = None  # type: ignore[assignment]  # None: forward_extra_bytes
     update_seconds: float = 0.0
     outliving: tuple[tuple[int, int], ...] = ()
+    freed_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -137,12 +149,17 @@ class Stage:
                 f"{where}: saving_extra_bytes is {self.saving_extra_bytes}, more than its forward_extra_bytes "
                 f"{self.forward_extra_bytes}, which is the most that any forward needs"
             )
-        saved = {where: self.saved_bytes, **{f"{where}, variant {v.name!r}": v.saved_bytes for v in self.variants}}
-        for owner, saved_bytes in saved.items():
-            if saved_bytes < self.output_bytes:
+        ways: dict[str, Stage | Variant] = {where: self, **{f"{where}, variant {v.name!r}": v for v in self.variants}}
+        for owner, way in ways.items():
+            if way.saved_bytes < self.output_bytes:
                 raise ChainError(
-                    f"{owner}: saved_bytes is {saved_bytes}, less than the stage's output_bytes "
+                    f"{owner}: saved_bytes is {way.saved_bytes}, less than the stage's output_bytes "
                     f"{self.output_bytes}; what is saved includes the output"
+                )
+            if way.freed_bytes > way.saved_bytes:
+                raise ChainError(
+                    f"{owner}: freed_bytes is {way.freed_bytes}, more than its saved_bytes {way.saved_bytes}, of which "
+                    "they are a part"
                 )
 
     @property
@@ -153,6 +170,12 @@ class Stage:
     def variant(self, index: int) -> Stage | Variant:
         """Variant `index`; 0 is the stage itself, which has the same fields."""
         return self.variants[index - 1] if index else self
+
+    def backward_more_bytes(self, made_bytes: int) -> int:
+        """What the backward takes at its peak beyond what is stored before it, where it makes so many bytes of
+        gradients.
+        """
+        return max(0, made_bytes + self.backward_extra_bytes - self.freed_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the stage as in a chain file."""
@@ -165,8 +188,9 @@ class Stage:
             del values["rerun_seconds"]
         if self.saving_extra_bytes == self.forward_extra_bytes:
             del values["saving_extra_bytes"]
-        if not self.update_seconds:
-            del values["update_seconds"]
+        for name in ("update_seconds", "freed_bytes"):
+            if not values[name]:
+                del values[name]
         return {**values, "variants": [v.to_dict() for v in variants]} if variants else values
 
 

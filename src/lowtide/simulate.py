@@ -9,8 +9,8 @@ been computed. An operation that needs an arriving value, or that removes a leav
 | forward k all | a[k-1] or abar[k-1] | stored + saved_bytes[k] + saving_extra[k] | + abar[k] |
 | forward k keep | a[k-1] or abar[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k] |
 | forward k drop | a[k-1] | stored + output_bytes[k] + forward_extra[k] | + a[k], - a[k-1] |
-| backward k | delta[k], abar[k], a[k-1] or abar[k-1] | stored + grad_bytes[k-1] + weight_grad[k] + backward_extra[k] |
-+ delta[k-1], + weight_grad[k], - delta[k], - abar[k], - a[k-1] |
+| backward k | delta[k], abar[k], a[k-1] or abar[k-1] | stored + grad_bytes[k-1] + weight_grad[k] + backward_extra[k]
+- freed_bytes[k], at least stored | + delta[k-1], + weight_grad[k], - delta[k], - abar[k], - a[k-1] |
 | update k | w[k], g[k], opt[k] | stored | - g[k]; the host copies of w[k] and opt[k] are stale |
 | offload | the value | stored | a copy to the host is queued |
 | release | the value and a current host copy | stored | - the value, once that copy has ended |
@@ -350,14 +350,15 @@ class _Machine:
         way = stage.variant(self.variant[k])
         weight_grad = 0 if self.chain.grads_resident else stage.weight_grad_bytes
         gradient = self.chain.gradient_bytes(k - 1)
+        stored = self.stored.total_bytes
         for i, num_bytes in self.last_reads.get(k, ()):
             self.stored.put(("ds", i), num_bytes)
-        peak = self.stored.total_bytes + gradient + weight_grad + way.backward_extra_bytes
+        peak = stored + way.backward_more_bytes(self.stored.total_bytes - stored + gradient + weight_grad)
         start = self.clock
         self.clock = end = start + way.backward_seconds
         self.stored.put(("delta", k - 1), gradient)
         self._make_weight_gradients(k, weight_grad)
-        self.held = self.stored.by_category
+        self.held = self.stored.by_category_without(("abar", k), way.freed_bytes)
         for value in (("delta", k), ("abar", k), ("a", k - 1), *self._side_values_of(k)):
             if value in self.stored:
                 self._remove(value)

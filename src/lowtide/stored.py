@@ -39,6 +39,12 @@ class Stored:
         """The bytes of each category, in the order of `trace.CATEGORIES`."""
         return tuple(self._by_category)
 
+    def by_category_without(self, value: Value, num_bytes: int) -> tuple[int, ...]:
+        """The same when so much of a stored value is gone."""
+        found = list(self._by_category)
+        found[self._categories[value]] -= num_bytes
+        return tuple(found)
+
     def bytes_of(self, value: Value) -> int:
         """The bytes of a stored value."""
         return self._bytes[value]

@@ -48,6 +48,7 @@ def least_peak(chain: Chain) -> tuple[int, list[int]]:
     """The lowest peak of any set of checkpoints, and that set."""
     stages, last = chain.stages, chain.num_stages
     weight_grads = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in stages]
+    backward = [stage.backward_extra_bytes - stage.freed_bytes for stage in stages]
     later = [*accumulate(reversed(weight_grads), initial=0)][::-1]  # later[k]: of the stages after k
     fill, follow, arrays = prepared(
         _fill,
@@ -56,7 +57,7 @@ def least_peak(chain: Chain) -> tuple[int, list[int]]:
         [chain.gradient_bytes(k) for k in range(last + 1)],
         [0, *(stage.forward_extra_bytes for stage in stages)],
         [0, *(stage.saving_extra_bytes for stage in stages)],
-        [0, *(stage.backward_extra_bytes + grad for stage, grad in zip(stages, weight_grads, strict=True))],
+        [0, *(extra + grad for extra, grad in zip(backward, weight_grads, strict=True))],
         later,
         num_scratch=3,
         num_steps=last**2 // 2,

@@ -20,7 +20,8 @@ from lowtide import Backward, Offload, Release, Update
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
-from lowtide.runtime.fitting.moving import Moving, as_timed, joint_solution, moving_chain
+from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting.moving import Moving, as_timed, is_faster, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure import timing, weights
 from lowtide.runtime.measure.measure import capture_and_measure
@@ -136,6 +137,11 @@ def least_budget(model_of: Any, num_rows: int = 32, **settings: Any) -> int:
     with pytest.raises(InfeasibleBudgetError) as caught:
         fitted(model_of, -others, num_rows, **settings)
     return caught.value.minimum_bytes - others
+
+
+def in_a_millisecond(computation: Callable[[], object]) -> float:
+    computation()
+    return 1e-3
 
 
 def resident_bytes(model_of: Any) -> int:
@@ -258,6 +264,67 @@ def test_weights_stay_where_something_else_stays_within_the_budget():
         assert not plan.schedule.manages
 
 
+def with_little_room(link: str, monkeypatch: pytest.MonkeyPatch) -> lowtide.Plan:
+    """A plan within little more than what activations alone need, on a machine whose trial steps count.
+
+    How long computations take is always the same.
+    """
+    monkeypatch.setattr(timing, "_run_on_cpu", in_a_millisecond)
+    clock = itertools.count()
+    monkeypatch.setattr(weights, "_now", lambda device: next(clock) * 1e-6)
+    asked = {"strategy": "pofo", "bandwidth": link, "stages": ["*.up", "*.down"]}
+    fitted(blocks, 2 * resident_bytes(blocks), 600, **asked)[0].detach()  # leaves some kilobytes behind
+    own_bytes = int(1.004 * least_budget(blocks, 600, **asked))
+    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
+    return fitted(blocks, own_bytes, 600, **{**asked, "strategy": "auto"})[0]
+
+
+def test_weights_move_where_that_is_faster_than_recomputation(monkeypatch):
+    with with_little_room("1GB/s", monkeypatch) as plan:
+        assert plan.schedule.strategy == "joint"
+        assert "if weights and optimizer state move, and" in str(plan)
+
+
+def test_weights_stay_where_moving_them_is_slower(monkeypatch):
+    with with_little_room("10MB/s", monkeypatch) as plan:
+        assert not plan.schedule.manages
+
+
+def test_weights_stay_where_a_trial_shows_that_moving_them_is_not_faster(monkeypatch):
+    """What was predicted to be faster is tried, and the host memory that it took is given back."""
+    tried, tiers = [], []
+    plain = trials._accepted
+
+    def slower(asked: Any, **settings: Any) -> Any:
+        planned = plain(asked, **settings)
+        if planned.moving is None:
+            return planned
+        tried.append(planned)
+        tiers.append(planned.tier)
+        chain = planned.chain.with_times(lambda one: 10 * one, lambda one: 10 * one)
+        return replace(planned, solution=planned.solution.on(chain))
+
+    monkeypatch.setattr(trials, "_accepted", slower)
+    with with_little_room("1GB/s", monkeypatch) as plan:
+        assert len(tried) == 1
+        assert not plan.schedule.manages
+        assert tiers[0].capacity_bytes <= resident_bytes(blocks) / 2
+
+
+@pytest.mark.parametrize(
+    ("alone", "moved", "gradient_bytes", "expected"),
+    [(10.0, 8.0, 0, True), (10.0, 9.5, 0, False), (10.0, 8.0, 20, True), (10.0, 8.0, 21, False)],
+)
+def test_moving_weights_has_to_be_worth_a_tenth_of_a_step_and_clipping(alone, moved, gradient_bytes, expected):
+    def chain(seconds: float) -> lowtide.Chain:
+        stages = [lowtide.Stage("one", seconds, 0.0, 0, 0, weight_bytes=1, weight_grad_bytes=gradient_bytes)]
+        return lowtide.Chain("one", stages)
+
+    one, other = (lowtide.solve(chain(s), memory_budget=100, strategy="store-all") for s in (alone, moved))
+    moving = Moving(chain(alone), (0,), 0, {}, {}, {}, bandwidth=10)
+    assert is_faster(one, other, moving) == expected
+
+
 def test_weights_stay_unless_the_optimizer_is_known():
     own_bytes = resident_bytes(blocks) // 2
     with pytest.raises(InfeasibleBudgetError, match="parameters, gradients and the optimizer's state and step"):
@@ -340,11 +407,6 @@ def test_activations_beside_weights_that_move():
             assert stats.measured_peak_bytes <= plan.memory_budget
         assert_equal(got, expected)
         del plan, optimizer, got
-
-
-def in_a_millisecond(computation: Callable[[], object]) -> float:
-    computation()
-    return 1e-3
 
 
 def test_state_that_leaves_in_the_passes_leaves_in_trial_steps(monkeypatch):

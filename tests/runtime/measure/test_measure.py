@@ -142,6 +142,15 @@ def test_the_leanest_schedule_takes_what_was_predicted() -> None:
         assert 0.98 * least <= plain_peak(model, x) <= least
 
 
+def test_an_output_that_only_the_next_backward_needs_is_gone_in_the_own_one() -> None:
+    """That of a product, and not that of a tanh."""
+    model, x = deep(3), torch.randn(32, 64)
+    names = [str(place) for place in range(6)]
+    chain = measure(model, x, stages=names, loss=lambda y: y.square().mean(), keeps_result=False)
+    freed_bytes = 32 * 64 * 4 - 8  # less the loss and its gradient, which are there meanwhile
+    assert [stage.freed_bytes for stage in chain.stages[1:5]] == [0, freed_bytes, 0, freed_bytes]
+
+
 def test_bytes_are_the_same_in_each_measurement() -> None:
     model, x = awkward.Transformerlike(), torch.randn(4, 6, 8)
 

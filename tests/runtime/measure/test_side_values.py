@@ -195,7 +195,7 @@ def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> 
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
     least = caught.value.minimum_bytes
-    assert least < 0.38 * meter.peak_bytes
+    assert least < 0.36 * meter.peak_bytes
     for share in (0.0, 0.3):
         solution = lowtide.solve(chain, memory_budget=int(least + share * (meter.peak_bytes - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, split=split):

@@ -19,11 +19,14 @@ from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
     as_timed,
+    could_be_faster,
     counted,
     host_bytes_of,
+    is_faster,
     joint_solution,
     moving_chain,
     resident_bytes,
+    seconds_with_updates,
     why_not,
 )
 from lowtide.runtime.fitting.planning import (
@@ -50,7 +53,7 @@ from lowtide.runtime.plan.attach import device_of, host_bytes
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_seconds
 
 # A gradient no larger than this is that of a single number, a loss: the largest dtype has 16 bytes.
 _LARGEST_NUMBER_BYTES = 16
@@ -163,7 +166,8 @@ def plan_for(
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
     Where no schedule stays within the budget, the model is cut more finely, and all that is done once more; where none
-    does with either cuts, weights, gradients and optimizer state move to the host, if they may.
+    does with either cuts, or a trial shows that it is faster, weights, gradients and optimizer state move to the host,
+    if they may.
 
     Args:
         model: the model.
@@ -195,8 +199,13 @@ def plan_for(
             return _compiled_plan(model, sample, settings, after, tier=tier, goes_on=accepts)
     split, (chain, _) = measured_for(model, sample, settings, of_kind)
     measured.append((split, chain))
+
+    def faster(found: Planned, chain: Chain, asked: Settings) -> Planned:
+        return _with_weights_moved(found, model, sample, chain, asked, tier) if may_move and after is None else found
+
     try:
-        return _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts), None
+        found = _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts)
+        return faster(found, chain, settings), None
     except InfeasibleBudgetError as error:
         refused.append((error.minimum_bytes, str(error)))
     finer = replace(settings, finer_than=split.num_stages)
@@ -204,7 +213,8 @@ def plan_for(
         if settings.stages is None:
             split, (chain, _) = measured_for(model, sample, finer, of_kind)
             measured.append((split, chain))
-            return _planned_with(model, sample, split, chain, finer, after, tier=tier, goes_on=accepts), None
+            found = _planned_with(model, sample, split, chain, finer, after, tier=tier, goes_on=accepts)
+            return faster(found, chain, finer), None
     except InfeasibleBudgetError as error:
         refused.append((error.minimum_bytes, str(error)))
     except _NotFinerError:
@@ -221,30 +231,96 @@ def plan_for(
     raise _refusal(refused, settings.memory_budget)
 
 
+def _with_weights_moved(
+    found: Planned, model: nn.Module, sample: Sample, chain: Chain, settings: Settings, tier: Tier
+) -> Planned:
+    """A plan that moves activations alone, or one that moves weights, too, where trial steps show that it is faster."""
+    if not _is_timed(device_of(model)) or not could_be_faster(found.solution, chain, settings):
+        return found
+    asked = replace(settings, strategy=STRATEGY)
+    moving = moving_chain(model, found.split, chain, asked)
+    trials = _Trials(model, sample, found.split, moving.chain, asked, tier, found.unknown_bytes, moving)
+    try:
+        if not is_faster(found.solution.on(chain), trials.predicted(), moving):
+            return found
+        other = _accepted(trials)
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
+        return found
+    finally:
+        let_go(device_of(model))
+    if not is_faster(found.solution, other.solution, moving):
+        tier.give_up_unused()  # more than activations alone will need
+        return found
+    alone, moved = format_seconds(seconds_with_updates(found.solution, moving)), format_seconds(other.solution.seconds)
+    note = f"a step takes {moved} if weights and optimizer state move, and {alone} if not; so they move"
+    return replace(other, notes=(note, *other.notes))
+
+
+def _is_timed(device: torch.device) -> bool:
+    """Whether trial steps are timed there: those on a CPU are not."""
+    return device.type == "cuda"
+
+
 def _compiled_plan(
     model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
 ) -> tuple[Planned, CompiledModel]:
-    """A plan for compiled stages, in regions where that was asked for."""
+    """A plan for compiled stages, in regions or block by block.
+
+    Whatever is tried is bounded: the whole model as one region or, where that does not fit, the stages in both ways
+    without variants; then one way with variants. Each takes about as long as compiling the whole model at the most.
+    """
     compilation = settings.compilation
     assert compilation is not None
 
-    def planned_with(compilation: Compilation) -> tuple[Planned, CompiledModel]:
-        chosen = replace(settings, compilation=compilation)
+    def planned_with(*, regions: bool, accepts: bool = goes_on) -> tuple[Planned, CompiledModel]:
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
-            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=goes_on), compiled
+            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=accepts), compiled
         except BaseException:
             compiled.remove()
             raise
 
     if not settings.regions:
-        return planned_with(compilation)
+        return _advised(planned_with(regions=False), sample)
     whole = _as_one_region(model, sample, settings, tier) if after is None else None
-    found = whole or planned_with(replace(compilation, regions=True))
-    if settings.regions is True or not found[1].compilation.regions or device_of(model).type != "cuda":
-        return found  # steps on a CPU are not timed
-    return _faster(found, lambda: planned_with(replace(compilation, regions=False)))
+    if settings.regions is True or not _is_timed(device_of(model)):
+        return whole or planned_with(regions=True)
+    if whole is not None:
+        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample)
+    refused: list[tuple[int, str]] = []
+    ways = _ways_by_speed(model, sample, settings)
+    for regions in ways:
+        try:
+            return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
+        except InfeasibleBudgetError as error:
+            refused.append((error.minimum_bytes, str(error)))
+    raise _refusal(refused, settings.memory_budget)
+
+
+def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings) -> list[bool]:
+    """Whether to compile in regions; first the way in which the stages of a model take less time without variants."""
+    compilation = settings.compilation
+    assert compilation is not None
+    compilation = replace(compilation, options=compilation.options_for(model), budgets=())
+    seconds: dict[bool, float] = {}
+    for regions in (True, False):
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
+        _, (chain, compiled) = measured_for(model, sample, chosen)
+        assert compiled is not None
+        compiled.remove()
+        if regions and not compiled.compilation.regions:
+            return [False]  # it is not one graph
+        seconds[regions] = chain.compute_seconds
+    return sorted(seconds, key=seconds.__getitem__)
+
+
+def _advised(found: tuple[Planned, CompiledModel], sample: Sample) -> tuple[Planned, CompiledModel]:
+    """A plan whose user is told where another layout of images would be faster."""
+    if found[1].copies_images(sample.tensors()):
+        warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
+    return found
 
 
 def _as_one_region(
@@ -310,7 +386,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except InfeasibleBudgetError:
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:
@@ -384,8 +460,6 @@ def measured_for(
 
     def measured(split: Split, compilation: Compilation | None) -> tuple[Chain, CompiledModel | None]:
         compiled = None if compilation is None else compilation.of(model, split)
-        if compiled is not None and compiled.copies_images(sample.tensors()):
-            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
         try:
             chain = measure_split(
                 model,
@@ -505,6 +579,8 @@ class _Trials:
         self._solutions: list[Solution | None] = []
         self._graphed: dict[int, Graphed] = {}
         """By the attempt's place, what became of replaying its steps as CUDA graphs."""
+        self._joint: dict[tuple[int, int], Solution] = {}
+        """By the budget and its correction, what was solved for where weights move."""
         self._seconds: dict[int, float] = {}
         """By the attempt's place, how long a trial step took."""
         self.asked = Asked(
@@ -557,9 +633,20 @@ class _Trials:
             return solution
         chain = corrected(self._chain, attempt.more_bytes)
         if self._moving is not None:
-            return joint_solution(self._moving.with_chain(chain), settings)
+            key = (settings.memory_budget, attempt.more_bytes)
+            if key not in self._joint:
+                self._joint[key] = joint_solution(self._moving.with_chain(chain), settings)
+            return self._joint[key]
         solve = leanest_solution if attempt.is_leanest else solution_for
         return solve(chain, settings)
+
+    def predicted(self) -> Solution:
+        """What the first attempt will be.
+
+        Raises:
+            InfeasibleBudgetError: where there is none.
+        """
+        return self._solution(Attempt(self.asked.memory_budget, moves=self.asked.moves), self._settings)
 
     def planned(self, accept: Accept) -> Planned:
         """What was accepted."""

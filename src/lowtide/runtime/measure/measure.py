@@ -346,32 +346,38 @@ def _stages(
         # a[k-1] counts as stored until backward k; where it goes before, that much less of what stage k saves counts
         gone_bytes = _gone_bytes(figures, k, figure)
         saving_extra_bytes = figure.saving_extra_bytes + gone_bytes
+        saved_bytes = figure.saved_bytes - gone_bytes
+        in_backward = _backward_change(figure, weight, kept_bytes + more_bytes)
         stage = Stage(
             entry.name,
             forward_seconds=seconds[k - 1][0],
             backward_seconds=seconds[k - 1][1],
             output_bytes=figure.output_bytes,
-            saved_bytes=figure.saved_bytes - gone_bytes,
+            saved_bytes=saved_bytes,
             grad_bytes=figure.grad_bytes,
             forward_extra_bytes=max(figure.forward_extra_bytes, saving_extra_bytes) + kept_bytes,
-            backward_extra_bytes=_backward_extra_bytes(figure, weight, kept_bytes) + more_bytes,
+            backward_extra_bytes=max(0, in_backward),
             weight_bytes=weight.weight_bytes,
             weight_grad_bytes=weight.weight_grad_bytes,
             optimizer_bytes=weight.optimizer_bytes,
             rerun_seconds=seconds[k - 1][0] * figure.rerun_share,
             saving_extra_bytes=saving_extra_bytes + kept_bytes,
             outliving=figure.outliving,
+            freed_bytes=min(max(0, -in_backward), saved_bytes),
         )
         variants = [
             Variant(
                 name,
                 *seconds_as[name][k - 1],
-                max(each.saved_bytes - gone, figure.output_bytes),
+                saved,
                 each.saving_extra_bytes + gone + kept_bytes,  # only a forward that saves all is counted as a variant's
-                _backward_extra_bytes(each, weight, kept_bytes) + more_bytes,
+                max(0, change),
+                min(max(0, -change), saved),
             )
             for name, each in figure.variants
             for gone in [_gone_bytes(figures, k, each)]
+            for saved in [max(each.saved_bytes - gone, figure.output_bytes)]
+            for change in [_backward_change(each, weight, kept_bytes + more_bytes)]
         ]
         stages.append(replace(stage, variants=tuple(_not_dominated(stage, variants))))
     return stages
@@ -392,8 +398,9 @@ def _gone_bytes(figures: Sequence[StageFigures], k: int, figure: StageFigures) -
     return min(unsaved_input_bytes(figures[k - 2], figure), max(0, figure.saved_bytes - figures[k - 1].output_bytes))
 
 
-def _backward_extra_bytes(figure: StageFigures, weight: StageWeights, kept_bytes: int) -> int:
-    return max(0, figure.backward_peak_bytes - weight.weight_grad_bytes + kept_bytes)
+def _backward_change(figure: StageFigures, weight: StageWeights, more_bytes: int) -> int:
+    """What a backward has at its peak beyond what was stored and its gradients; below 0 where it frees more before."""
+    return figure.backward_peak_bytes - weight.weight_grad_bytes + more_bytes
 
 
 def _not_dominated(stage: Stage, variants: Sequence[Variant]) -> list[Variant]:

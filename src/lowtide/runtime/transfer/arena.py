@@ -150,8 +150,12 @@ class Pieces(Generic[P]):
         wanted, self._expected_bytes = self._expected_bytes, 0
         if not wanted or any(size >= wanted for piece in self.made for _, size in piece.arena.free_rooms()):
             return
-        self.made = [piece for piece in self.made if piece.arena.free_bytes < piece.arena.capacity_bytes]
+        self.give_up_unused()
         self._add(0, wanted)
+
+    def give_up_unused(self) -> None:
+        """Have no pieces any more that nobody uses."""
+        self.made = [piece for piece in self.made if piece.arena.free_bytes < piece.arena.capacity_bytes]
 
     def _add(self, num_bytes: int, wanted: int) -> P:
         if self._limit_bytes is not None:

@@ -47,6 +47,9 @@ class Tier(Protocol):
     def expect(self, num_bytes: int) -> None:
         """So many bytes will be stored: take room for them in one piece, when the first of them come."""
 
+    def give_up_unused(self) -> None:
+        """Give back the memory that nothing is stored in."""
+
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[Region, Ticket]:
         """Queue copies of storages down."""
 

@@ -134,6 +134,10 @@ class FileTier:
         """So many bytes will be stored; the file is made when the first of them come."""
         self._pieces.expect(num_bytes)
 
+    def give_up_unused(self) -> None:
+        """Give back the files that nothing is stored in."""
+        self._pieces.give_up_unused()
+
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_FileRegion, _FileTicket]:
         """Queue a copy of storages to the file."""
         self._enter_process()

@@ -224,6 +224,11 @@ class PinnedTier:
         """So many bytes will be stored; they are pinned when the first of them come, unless there is room already."""
         self._slabs.expect(num_bytes)
 
+    def give_up_unused(self) -> None:
+        """Give back the pinned memory that nothing is stored in; copies out of it have ended then."""
+        self.finish()
+        self._slabs.give_up_unused()
+
     def store(self, storages: Sequence[torch.UntypedStorage]) -> tuple[_PinnedRegion, _PinnedTicket]:
         """Queue copies of storages down."""
         sizes = [storage.nbytes() for storage in storages]

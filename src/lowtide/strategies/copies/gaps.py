@@ -213,7 +213,7 @@ class _Reader:
         self._touch(position, ("abar", k))
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
         self._side_values(position, k)
-        self._note(position, way.backward_seconds, made + way.backward_extra_bytes)
+        self._note(position, way.backward_seconds, way.backward_more_bytes(made))
         self.stored += made - chain.gradient_bytes(k)
         self.stored -= sum(side.grad_bytes for side in chain.side_values if side.maker == k)
         for value in (("abar", k), ("a", k - 1)):

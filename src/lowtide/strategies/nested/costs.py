@@ -181,7 +181,7 @@ def _way_of(stage: Stage, variant: int, during_backward: int, *, may_end_early: 
     return _Way(
         way.saved_bytes,
         way.saved_bytes + way.saving_extra_bytes,
-        way.saved_bytes + during_backward + way.backward_extra_bytes,
+        way.saved_bytes + during_backward + way.backward_extra_bytes - way.freed_bytes,
         way.forward_seconds + way.backward_seconds,
         last_forward + way.backward_seconds,
     )

@@ -7,7 +7,8 @@
 | δ^j and what else stands beside | `standing[j]`: delta[j], the weight gradients of all stages after j, side values |
 | M_{F_∅^k}, less δ^j and the stage's input | `light_peak[k]` = a[k] + forward_extra[k] |
 | M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + saving_extra[k] |
-| M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] + weight gradients from k on |
+| M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] - freed_bytes[k] + weight
+gradients from k on |
 
 The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
 in these figures; whatever keeps it counts it.
@@ -95,9 +96,8 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
             forward_seconds[k, v], backward_seconds[k, v] = way.forward_seconds, way.backward_seconds
             saved[k, v] = way.saved_bytes
             heavy_peak[k, v] = way.saved_bytes + way.saving_extra_bytes + made_beside[k]
-            backward_peak[k, v] = (
-                way.saved_bytes + way.backward_extra_bytes + standing[k] + gradient[k - 1] + weight_grad[k]
-            ) + made_gradients[k]
+            made = gradient[k - 1] + weight_grad[k] + made_gradients[k]
+            backward_peak[k, v] = way.saved_bytes + standing[k] + way.backward_more_bytes(int(made))
     return ChainArrays(
         output,
         standing,

@@ -46,7 +46,7 @@ def _largest_computation(problem: Problem) -> int:
     chain, largest = problem.chain, 0
     for k, stage in enumerate(chain.stages, start=1):
         ways = [stage.variant(v) for v in range(stage.num_variants)]
-        own = min(way.saved_bytes + way.backward_extra_bytes for way in ways)
+        own = min(way.saved_bytes + way.backward_extra_bytes - way.freed_bytes for way in ways)
         made = chain.gradient_bytes(k - 1) + (0 if chain.grads_resident else stage.weight_grad_bytes)
         largest = max(largest, own + made + chain.activation_bytes(k - 1) + stage.grad_bytes)
     return largest

@@ -86,8 +86,8 @@ def period_of(chain: Chain) -> Period:
         stage, gradient = chain.stages[k - 1], chain.gradient_bytes(k - 1)
         computations.append(Backward(k))
         gaps.append(stored)
+        standing.append(stored + stage.backward_more_bytes(gradient + made_gradients[k] + stage.weight_grad_bytes))
         stored += gradient + made_gradients[k]
-        standing.append(stored + stage.weight_grad_bytes + stage.backward_extra_bytes)
         stored -= stage.grad_bytes + stage.saved_bytes + made[k]
         stored -= sum(side.grad_bytes for side in chain.side_values if side.maker == k)
     forward = [stage.forward_seconds for stage in chain.stages]
