@@ -70,7 +70,7 @@ class Run(harness.Run):
         self.memory_budgets: list[float] = arguments.memory_budgets
         self.num_segments: list[int] | None = arguments.segments
         self.variants: bool | str = {"on": True, "off": False}.get(arguments.variants, arguments.variants)
-        self.regions: bool | str = {"on": True, "off": False}.get(arguments.regions, arguments.regions)
+        self.regions: bool | str | None = {"on": True, "off": False}.get(arguments.regions, arguments.regions)
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
         self.skipped: list[str] = []

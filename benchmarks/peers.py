@@ -97,12 +97,12 @@ def fill(row: Row, timed: harness.Timed) -> None:
 @contextmanager
 def measured_once() -> Iterator[None]:
     """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
-    measured = dict[tuple[int, bool | None, int], tuple[Split, lowtide.Chain, Compilation | None]]()
+    measured = dict[tuple[Any, ...], tuple[Split, lowtide.Chain, Compilation | None]]()
     plain = trials.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
-        regions = None if settings.compilation is None else settings.compilation.regions
-        key = id(model), regions, settings.finer_than
+        asked = settings.compilation
+        key = id(model), settings.finer_than, asked and (asked.regions, asked.budgets)
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings, *others)
             measured[key] = split, chain, None if compiled is None else compiled.compilation
@@ -155,7 +155,8 @@ def lowtide_rows(
     """Rows of lowtide at some budgets."""
     options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0}
     if family == "lowtide compiled":
-        options["compile_stages"] = {"backend": run.backend, "regions": run.regions}
+        regions = {} if run.regions is None else {"regions": run.regions}
+        options["compile_stages"] = {"backend": run.backend, **regions}
         options["variants"] = run.variants
     if family == "lowtide offloading":
         options = {"strategy": "auto"}
@@ -250,7 +251,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
-    parser.add_argument("--regions", choices=("on", "off", "auto"), default="off", help="compile in regions")
+    parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
     parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
     parser.add_argument("--largest-batch", action="store_true", help="search the largest batch within limits instead")

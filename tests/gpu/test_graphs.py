@@ -382,9 +382,8 @@ def test_compiled_blocks():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
         model.cuda()
         given = batches((512, 256), 6, device="cuda")
-        with lowtide.fit(
-            model, given[0], memory_budget="1GiB", bandwidth=0, compile_stages=True, variants=False, cuda_graphs=graphs
-        ) as plan:
+        options = {"bandwidth": 0, "compile_stages": {"regions": False}, "variants": False, "cuda_graphs": graphs}
+        with lowtide.fit(model, given[0], memory_budget="1GiB", **options) as plan:
             found = loop(model, given)
             if graphs:
                 assert num_replayed(plan) == 4, plan.notes

@@ -86,3 +86,48 @@ def test_regions_in_cuda_graphs():
                 assert plan._part.graphs is not None
                 assert plan._part.graphs.num_replayed > 0, plan.notes
     assert_equal(*found)
+
+
+class WithScores(nn.Module):
+    """Returns what its loss is computed of, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(509, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
+        )
+        self.head = nn.Linear(64, 509)
+
+    def forward(self, text):
+        x = self.tokens(text)
+        for block in self.blocks:
+            x = x + block(x)
+        scores = self.head(x)
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), text.flatten()), "scores": scores}
+
+
+@pytest.mark.filterwarnings("ignore:a step took")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_trials_decide_what_is_compiled(has_room):
+    """In float64, where the order of sums shows in the last of 16 digits only."""
+    torch.use_deterministic_algorithms(False)
+    text = torch.randint(0, 509, (16, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    model, plain = WithScores().double().cuda(), WithScores().double().cuda()
+    options = {"bandwidth": 0, "optimizer": "sgd", "compile_stages": True, "keeps_result": False}
+    budget = 2**32
+    if not has_room:
+        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+            lowtide.fit(model, text, memory_budget=1, **options)
+        budget = int(1.05 * caught.value.minimum_bytes)
+    with lowtide.fit(model, text, memory_budget=budget, **options) as plan:
+        for each in (model, plain):
+            for _ in range(2):
+                each.zero_grad()
+                each(text)["loss"].backward()
+        assert (plan.stats().recomputed_per_step == 0) or not has_room
+        assert plan.stats().measured_peak_bytes <= budget
+    expected = dict(gradients(plain))
+    found = dict(gradients(model))
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-12) for name in expected)

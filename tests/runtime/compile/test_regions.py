@@ -24,8 +24,11 @@ from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function, _is_padded
 from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.compile.regions import forget_regions, regions_of
-from lowtide.runtime.fitting import trials
+from lowtide.runtime.execute.checks import Checks
+from lowtide.runtime.fitting import fit, trials
+from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import measure_split
+from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import attach
 
 # The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
@@ -34,6 +37,7 @@ WORDS, LENGTH, WIDTH = 40, 6, 16
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "variants": False}
 LOGGER = logging.getLogger("model")
 REGIONS = {"regions": True, "backend": BACKEND}
+SETTINGS = Settings(2**30, "rotor", 0, 0, "sgd", None, None, False, True, None, Checks.SPOT, None)
 
 
 class Block(nn.Module):
@@ -345,6 +349,91 @@ def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None
 
     assert trials._faster(one, refuse) == one
     compiled.remove()
+
+
+@pytest.fixture
+def _timed(monkeypatch):
+    """Plan as on CUDA, where trial steps are timed."""
+    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
+
+
+@pytest.mark.usefixtures("_timed")
+def test_what_trials_compile_is_bounded() -> None:
+    backend, model = Counting(), Language(depth=8, dropout=0.0)
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+        assert len(backend.graphs) == 3  # all as one; the first block, which has what comes before it, and another one
+        model(texts()[0]).backward()
+        assert len(backend.graphs) == 3
+    options = {**OPTIONS, "variants": True}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+        lowtide.fit(model, texts(batch=64)[0], memory_budget=1, **options, **auto_with(BACKEND))
+    backend, model = Counting(), Language(depth=8, dropout=0.0)
+    budget = 2 * caught.value.minimum_bytes
+    with lowtide.fit(model, texts(batch=64)[0], memory_budget=budget, **options, **auto_with(backend)) as plan:
+        model(texts(batch=64)[0]).backward()
+        assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
+
+
+@pytest.mark.usefixtures("_timed")
+def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatch) -> None:
+    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    options = {**OPTIONS, **auto_with(BACKEND)}
+    named = []
+    for ways in ([True, False], [False, True]):
+        monkeypatch.setattr(trials, "_ways_by_speed", lambda *_, ways=ways: ways)
+        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+            lowtide.fit(model, text, memory_budget=1, **options)
+        named.append(caught.value.minimum_bytes)
+        lowtide.fit(model, text, memory_budget=max(named) + 8192, **options).detach()
+    assert abs(named[0] - named[1]) <= 0.01 * min(named)
+
+
+def test_the_faster_way_gets_the_variants(monkeypatch) -> None:
+    plain, asked = trials.measured_for, []
+
+    def slower(regions: bool):
+        def measured(model, sample, settings, *others):
+            split, (chain, compiled) = plain(model, sample, settings, *others)
+            asked.append(settings.compilation)
+            factor = 2.0 if settings.compilation.regions == regions else 1.0
+            return split, (chain.with_times(lambda one: factor, lambda one: factor), compiled)
+
+        return measured
+
+    model = Language()
+    compilation = Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
+    for regions in (True, False):
+        monkeypatch.setattr(trials, "measured_for", slower(regions))
+        settings = dataclasses.replace(SETTINGS, compilation=compilation)
+        assert trials._ways_by_speed(model, Sample.of(texts()[0]), settings) == [not regions, regions]
+        assert regions_of(model) is None
+    assert [each.regions for each in asked] == [True, False] * 2
+    assert not any(each.budgets for each in asked)
+    settings = dataclasses.replace(SETTINGS, compilation=compilation)
+    assert trials._ways_by_speed(ReadsOnHost(), Sample.of(texts()[0]), settings) == [False]
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "device", "expected"),
+    [
+        (True, None, "cuda", "auto"),
+        ({"backend": "inductor"}, None, "cuda", "auto"),
+        ({"regions": False}, None, "cuda", False),
+        ({"dynamic": True}, None, "cuda", False),
+        (True, ["blocks.*"], "cuda", False),
+        (True, None, "cpu", False),
+    ],
+)
+def test_trials_decide_where_steps_are_timed(given, stages, device, expected) -> None:
+    assert fit._regions(given, stages, torch.device(device)) == expected
+
+
+def test_numbers_that_shall_be_the_same_each_time_do_not_depend_on_trials() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert fit._regions(True, None, torch.device("cuda")) is False
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class _Planned:

@@ -37,6 +37,7 @@ are made again), 2/5 at 0.4, and at 0.0 its input alone."""
 
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
+_FEWEST_KINDS = 4  # a small network compiles in no time
 
 # Rows of this many bytes are what tensor cores read at once.
 _ALIGNED_BYTES = 16
@@ -148,7 +149,7 @@ class CompiledRegions:
         compilers = tuple([_Compiler(each), *(_Compiler(each, b) for b in budgets)] for each in (inside, options))
         self.choice = VariantChoice(("", *map(variant_name, budgets)))
         stages = {k: stage for k, stage, _, module in _units_to_compile(model, split) if _has_parts(module)}
-        with_variants = _most_frequent(stage.kind for stage in stages.values())
+        with_variants = _most_frequent((stage.kind for stage in stages.values()), len(budgets))
         counts = [1 + len(budgets) if k in stages and s.kind in with_variants else 1 for k, s in split.numbered()]
         self._layer = RegionLayer(model, split, (compilers[0], compilers[1]), counts, self.choice)
         self.install()
@@ -208,7 +209,7 @@ class CompiledStages:
         self._num_variants: dict[int, int] = {}
         compiled: dict[int, CompiledLayer] = {}
         units = list(_units_to_compile(model, split))
-        with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
+        with_variants = _most_frequent((stage.kind for _, stage, _, _ in units), len(budgets))
         for k, stage, place, module in units:
             if id(module) not in compiled:  # else it is called in several places
                 used = compilers if stage.kind in with_variants and _has_parts(module) else compilers[:1]
@@ -281,8 +282,11 @@ class Compilation:
         with in_training(model):  # a plan may be read from a file before the model is put into that mode
             if not self.regions:
                 return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
-            options = _for_equal_numbers(model, self.options) if self.budgets else dict(self.options)
-            return CompiledRegions(model, split, replace(self, options=options))
+            return CompiledRegions(model, split, replace(self, options=self.options_for(model)))
+
+    def options_for(self, model: nn.Module) -> dict[str, Any]:
+        """The options with which a model is compiled: where there are variants, those that make them equal."""
+        return _for_equal_numbers(model, self.options) if self.budgets else dict(self.options)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data.
@@ -380,8 +384,12 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _most_frequent(kinds: Iterable[str]) -> set[str]:
-    return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
+def _most_frequent(kinds: Iterable[str], num_variants: int) -> set[str]:
+    """The kinds to be compiled in further variants: together they take no longer than the rest of the whole model."""
+    counts = Counter(kinds)
+    num_others = counts.total() - len(counts)  # what equal stages share is compiled once
+    most = min(_MOST_KINDS, max(_FEWEST_KINDS, num_others // max(1, num_variants)))
+    return {kind for kind, _ in counts.most_common(most)}
 
 
 class _Compiler:

@@ -264,27 +264,63 @@ def _is_timed(device: torch.device) -> bool:
 def _compiled_plan(
     model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
 ) -> tuple[Planned, CompiledModel]:
-    """A plan for compiled stages, in regions where that was asked for."""
+    """A plan for compiled stages, in regions or block by block.
+
+    Whatever is tried is bounded: the whole model as one region or, where that does not fit, the stages in both ways
+    without variants; then one way with variants. Each takes about as long as compiling the whole model at the most.
+    """
     compilation = settings.compilation
     assert compilation is not None
 
-    def planned_with(compilation: Compilation) -> tuple[Planned, CompiledModel]:
-        chosen = replace(settings, compilation=compilation)
+    def planned_with(*, regions: bool, accepts: bool = goes_on) -> tuple[Planned, CompiledModel]:
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
-            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=goes_on), compiled
+            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=accepts), compiled
         except BaseException:
             compiled.remove()
             raise
 
     if not settings.regions:
-        return planned_with(compilation)
+        return _advised(planned_with(regions=False), sample)
     whole = _as_one_region(model, sample, settings, tier) if after is None else None
-    found = whole or planned_with(replace(compilation, regions=True))
-    if settings.regions is True or not found[1].compilation.regions or not _is_timed(device_of(model)):
-        return found
-    return _faster(found, lambda: planned_with(replace(compilation, regions=False)))
+    if settings.regions is True or not _is_timed(device_of(model)):
+        return whole or planned_with(regions=True)
+    if whole is not None:
+        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample)
+    refused: list[tuple[int, str]] = []
+    ways = _ways_by_speed(model, sample, settings)
+    for regions in ways:
+        try:
+            return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
+        except InfeasibleBudgetError as error:
+            refused.append((error.minimum_bytes, str(error)))
+    raise _refusal(refused, settings.memory_budget)
+
+
+def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings) -> list[bool]:
+    """Whether to compile in regions; first the way in which the stages of a model take less time without variants."""
+    compilation = settings.compilation
+    assert compilation is not None
+    compilation = replace(compilation, options=compilation.options_for(model), budgets=())
+    seconds: dict[bool, float] = {}
+    for regions in (True, False):
+        chosen = replace(settings, compilation=replace(compilation, regions=regions))
+        _, (chain, compiled) = measured_for(model, sample, chosen)
+        assert compiled is not None
+        compiled.remove()
+        if regions and not compiled.compilation.regions:
+            return [False]  # it is not one graph
+        seconds[regions] = chain.compute_seconds
+    return sorted(seconds, key=seconds.__getitem__)
+
+
+def _advised(found: tuple[Planned, CompiledModel], sample: Sample) -> tuple[Planned, CompiledModel]:
+    """A plan whose user is told where another layout of images would be faster."""
+    if found[1].copies_images(sample.tensors()):
+        warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
+    return found
 
 
 def _as_one_region(
@@ -350,7 +386,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except InfeasibleBudgetError:
+    except (InfeasibleBudgetError, torch.OutOfMemoryError):
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:
@@ -424,8 +460,6 @@ def measured_for(
 
     def measured(split: Split, compilation: Compilation | None) -> tuple[Chain, CompiledModel | None]:
         compiled = None if compilation is None else compilation.of(model, split)
-        if compiled is not None and compiled.copies_images(sample.tensors()):
-            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
         try:
             chain = measure_split(
                 model,
