@@ -264,6 +264,20 @@ def test_strategies_move_them(strategy: str) -> None:
     assert all(map(torch.equal, found, gradients(network()[0], x)))
 
 
+def test_memory_that_came_back_goes_with_its_last_use() -> None:
+    sides = MovedSides(Queue())  # type: ignore[arg-type]
+    value = torch.randn(8)
+    sides.take(1, value)
+    for operation in (Offload("s", 1), Release("s", 1), Prefetch("s", 1)):
+        sides.execute(operation, lambda _: 1, in_forward=True)
+    with Meter("cpu") as meter:
+        meter.see(value)
+        before = meter.live_bytes
+        del value
+        sides.drop(1)
+        assert before - meter.live_bytes == 2 * 32  # its own, and its copy's
+
+
 def test_steps_without_side_values_that_move_have_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MovedSides, "guard", lambda _: pytest.fail("there is nothing to guard"))
     model, x = network()

@@ -84,6 +84,7 @@ class MovedSides:
         side = self._sides.pop(i, None)
         if side is not None:
             self._bring(side)
+            del self._boxes[side.address]  # else its memory would stay until the step has ended
 
     def execute(self, operation: Offload | Release | Prefetch | Await, num_own: NumOwn, *, in_forward: bool) -> None:
         """Do what an operation asks for, as far as it can be done."""
