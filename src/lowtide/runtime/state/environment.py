@@ -31,9 +31,10 @@ Reads = Callable[[], set[int]]
 
 # Up to this size what no run has changed is copied all the same, once, in case that a later one does: statistics and
 # counters are smaller, and a few hundred of them take less than a step's rounding. Some limit there must be. A copy of
-# every buffer would double quantised weights, queues and tables, and nothing else has what they held: a fingerprint
-# shows a change and does not undo it. Copies in host memory would count there, and every later stage looks at each
-# tensor with a copy. What is larger and begins to change late is an error that says so.
+# every buffer would double quantised weights, queues and tables, and each stage would keep its own of what lies outside
+# of all units: twelve layers with a mask of 1 MiB each in five segments, 60 MiB instead of 2 kiB, and up to 6 % of a
+# step. Nothing else has what they held: a fingerprint shows a change and does not undo it. Copies in host memory would
+# count there. What is larger and begins to change late is an error that says so.
 _SMALL_BYTES = 2**16
 
 
