@@ -25,9 +25,16 @@ from dataclasses import dataclass, field
 from lowtide.runtime.capture.watch import NEVER, Observation
 
 # A stage below this share of the bytes is fine enough; nothing becomes a side value for the sake of cutting it further.
+# Without it the finer choice reaches 45 instead of 49 % of plain training's memory with a diffusion U-Net (152 stages
+# instead of 71), but 15.4 instead of 13.7 % with one transformer block that is called over and over (66 instead of 42)
+# and 21.1 instead of 20.1 % with an encoder and a decoder: recomputation alone cannot free what a block adds to.
 _SMALL_STAGE_SHARE = 0.10
 # In the coarser choice, up to this share a byte of a side value must buy so many bytes off the largest stage, so that
-# blocks that are small enough stay whole; beyond it, one. In the finer choice always one.
+# blocks that are small enough stay whole; beyond it, one. In the finer choice always one. Solving for both and taking
+# the faster is not worth it: at five budgets between the least and plain training's memory the finer one was 0 to 1.2 %
+# faster with three U-Nets and a pyramid of detectors, 4 % with losses in attributes, and 5 % slower with routed experts
+# (110 stages instead of 14, solved in 5 s instead of 0.02 s). Its further stages take 30 to 150 % of the time again that
+# measuring the coarser one's took.
 _LARGE_STAGE_SHARE = 0.25
 _SIDE_PRICE = 8
 # A tensor without gradients up to this share of the bytes is a side value without further thought.
