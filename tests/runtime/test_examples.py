@@ -10,7 +10,6 @@ import io
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -35,12 +34,10 @@ def run(name: str, *arguments: object) -> str:
 
 
 @pytest.fixture
-def _alone() -> Iterator[None]:
+def _alone() -> None:
     """What other tests keep is not seen by meters: budgets hold for all tensors of a process."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("_alone")

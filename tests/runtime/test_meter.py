@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.runtime.meter import Meter, exclude, settled
+from lowtide.runtime import meter as meter_module
+from lowtide.runtime.meter import Meter, _is_frozen, exclude, settled
 
 
 def test_each_storage_counts_once_and_until_it_dies() -> None:
@@ -118,8 +119,9 @@ def test_existing_gradients_are_counted() -> None:
 
 
 @pytest.fixture
-def _unfrozen() -> Iterator[None]:
+def _unfrozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a program that freezes nothing, unlike all these tests."""
+    monkeypatch.setattr(meter_module, "_is_frozen", _is_frozen)
     gc.unfreeze()
     yield
     gc.freeze()

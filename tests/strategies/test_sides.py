@@ -8,7 +8,8 @@ import random
 
 import numpy as np
 import pytest
-from tests.chains import random_chain
+from tests.chains import NESTED_FEATURES, random_chain
+from tests.looping import looped
 from tests.search import check_curve, curve, fastest, nested_schedules
 
 from lowtide import (
@@ -61,6 +62,19 @@ def test_a_side_value_is_freed_after_its_last_use_and_after_each_forward_that_ma
 def test_rotor_is_the_fastest_that_keeps_side_values_while_they_are_needed(chain):
     schedules = nested_schedules(chain, 1, chain.num_stages)
     check_curve(chain, "rotor", curve(chain, (freed(chain, operations) for operations in schedules)))
+
+
+@looped("seed", range(40))
+def test_segments_are_the_fastest_number_of_them_that_fits(seed):
+    features = ("side values", "outliving", *NESTED_FEATURES[seed % 4 :: 4])
+    chain = random_chain(seed, 2 + seed % 6, sizes=("mixed", "heavy-tailed", "equal")[seed % 3], features=features)
+    numbers = range(1, chain.num_stages + 1)
+    each = [solve(chain, memory_budget=2**60, strategy="segments", segments=number) for number in numbers]
+    assert minimum_bytes(chain, "segments") == min(solution.peak_bytes for solution in each)
+    for budget in {solution.peak_bytes for solution in each}:
+        best = min((one.seconds, one.peak_bytes) for one in each if one.peak_bytes <= budget)
+        found = solve(chain, memory_budget=budget, strategy="segments")
+        assert (found.seconds, found.peak_bytes) == best
 
 
 @pytest.mark.parametrize("chain", chains(3, 20)[9:14], ids=lambda chain: chain.name)

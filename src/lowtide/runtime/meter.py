@@ -70,7 +70,7 @@ def settled(device: torch.device) -> Iterator[None]:
     Planning makes many of both, and each takes as long as the program is large. Where a program has frozen its objects
     itself, they stay as they are, and the others are looked at each time.
     """
-    if gc.get_freeze_count() > 0:  # the program's own, or those of a block around this one
+    if _is_frozen():  # by the program itself, or by a block around this one
         yield
         return
     gc.collect()
@@ -82,6 +82,11 @@ def settled(device: torch.device) -> Iterator[None]:
     finally:
         gc.unfreeze()
         _settled_tensors.clear()
+
+
+def _is_frozen() -> bool:
+    """Whether any objects are; Python counts them all to tell."""
+    return gc.get_freeze_count() > 0
 
 
 class _Account(Protocol):

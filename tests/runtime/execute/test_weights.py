@@ -7,6 +7,9 @@ import dataclasses
 import gc
 import io
 import itertools
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +314,22 @@ def test_gradients_that_stay_and_are_changed(past_versions):
         assert_equal(train(model, optimizer, before_step=clamp, num_steps=5), expected)
 
 
+def test_gradients_that_stay_and_are_given_other_memory():
+    """Late, so that no comparison of the first steps tells of it."""
+    steps = itertools.count(1)
+
+    def halve(model: nn.Module) -> None:
+        if next(steps) % 5 == 4:
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5
+
+    plain, model = models.stages_of_every_kind(), models.stages_of_every_kind()
+    plain_optimizer, optimizer = make_adamw(plain.parameters()), make_adamw(model.parameters())
+    expected = train(plain, plain_optimizer, before_step=halve, num_steps=5)
+    with lowtide.attach(model, with_gradients_that_stay(len(model)), optimizer=optimizer):
+        assert_equal(train(model, optimizer, before_step=halve, num_steps=5), expected)
+
+
 def test_gradients_that_stay_and_begin_to_be_changed():
     """Where no version tells, it is found within a round of stages, and said."""
     model = models.stages_of_every_kind()
@@ -611,6 +630,48 @@ def test_copies_share_nothing():
         assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_killed_in_the_middle_of_a_step_the_last_checkpoint_loads(in_backward, monkeypatch, tmp_path):
+    """Also in a step whose backward has updated half of the weights; and no file of the lower tier is left."""
+    (tmp_path / "tier").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tier"))
+    schedule = (stepping_in_backward if in_backward else parking)(recomputing(N))
+    file = tmp_path / "checkpoint.pt"
+
+    def simply(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        seed_all(5)
+        for x in batches(SHAPE, 2):
+            square_loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def child() -> None:
+        model, optimizer = model_and_optimizer()
+        lowtide.attach(model, schedule, optimizer=optimizer)
+        simply(model, optimizer)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        model[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        simply(model, optimizer)
+
+    process = os.fork()
+    if not process:
+        try:
+            child()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert not list((tmp_path / "tier").iterdir())
+    plain, plain_optimizer = model_and_optimizer()
+    simply(plain, plain_optimizer)
+    found = torch.load(file)
+    model, optimizer = model_and_optimizer()
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    assert_equal(noted(model, optimizer, 0), noted(plain, plain_optimizer, 0))
+
+
 # Steps that are not as the list has them
 
 
@@ -625,7 +686,11 @@ def test_another_optimizer_than_the_one_that_was_given():
     ):
         model = models.stages_of_every_kind()
         with lowtide.attach(model, schedule, optimizer=make_adamw(model.parameters())):
-            assert_equal(train(model, make_adamw(model.parameters())), expected)
+            with pytest.warns(
+                lowtide.LowtideWarning, match="stepped by another optimizer than the one that fit"
+            ) as seen:
+                assert_equal(train(model, make_adamw(model.parameters())), expected)
+            assert len(seen) == 1  # in all steps
 
 
 def test_a_forward_without_a_backward_and_an_exception_on_the_way():
@@ -873,6 +938,55 @@ def test_several_processes(monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # as after DistributedDataParallel(model)
         with pytest.raises(PlanError, match="does not work with several processes"):
             model(x)
+
+
+@pytest.mark.parametrize(
+    ("when", "in_backward"),
+    [("before backward", False), ("before backward", True), ("after backward", False)],  # with True gradients refuse
+)
+def test_a_model_that_was_converted_in_the_middle_of_a_step(when, in_backward):
+    """What it was converted to is not lost, and nothing is updated with what it was before."""
+    model, optimizer = model_and_optimizer()
+    schedule = stepping_in_backward(recomputing(N)) if in_backward else parking(storing(N))
+    with lowtide.attach(model, schedule, optimizer=optimizer) as plan:
+        loss = square_loss(model(batches(SHAPE, 1)[0]))
+        if when == "after backward":
+            loss.backward()
+        model.to(torch.float64)
+        kept = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(PlanError, match="was moved or given other memory"):
+            (optimizer.step if when == "after backward" else loss.backward)()
+        plan.detach()
+    assert all(itertools.starmap(torch.equal, zip(kept, model.parameters(), strict=True)))
+
+
+def test_parameters_that_were_replaced_while_they_were_parked():
+    model = models.stages_of_every_kind()
+    model[0] = nn.Linear(*model[0].weight.shape, bias=False)  # a place without a parameter is none that was replaced
+    optimizer = make_adamw(model.parameters())
+    loaded = {name: value + 1 for name, value in model.state_dict().items()}
+    with lowtide.attach(model, parking(storing(N)), optimizer=optimizer) as plan:
+        train(model, optimizer)
+        model.load_state_dict(loaded, assign=True)
+        with pytest.raises(PlanError, match=r"parameter '0\.weight' was replaced \(load_state_dict\(assign=True\)"):
+            model(batches(SHAPE, 1)[0])
+        plan.detach()
+    assert_equal(model.state_dict(), loaded)
+
+
+def test_one_process_that_is_a_group_of_its_own():
+    """As a script for several processes that is started with one."""
+    plain, plain_optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        expected = train(plain, plain_optimizer)
+        with lowtide.attach(model, parking(recomputing(N)), optimizer=optimizer):
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            got = train(wrapped, optimizer)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_equal({name.replace("module.", ""): value for name, value in got.items()}, expected)
 
 
 def test_a_model_that_was_converted_while_it_was_parked():

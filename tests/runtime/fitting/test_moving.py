@@ -333,6 +333,15 @@ def test_weights_stay_unless_the_optimizer_is_known():
         fitted(blocks, own_bytes, strategy="joint", optimizer="adamw")
 
 
+def test_a_refusal_says_why_weights_stay():
+    model = blocks()
+    optimizer = torch.optim.AdamW(list(model[0].parameters()))
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"cannot live on the host: the optimizer does not have parameter '1\."
+    ):
+        lowtide.fit(model, batch(blocks), memory_budget="1MB", bandwidth=LINK, loss=square, optimizer=optimizer)
+
+
 def test_a_budget_that_is_too_small_even_with_weights_on_the_host():
     least = least_budget(blocks, strategy="auto")
     assert least < resident_bytes(blocks) / 2

@@ -175,6 +175,7 @@ class StagedSteps:
         """The user has called `optimizer.step()`, and hooks before it have run."""
         if self._is_stepping:
             return plain(self._optimizer, *args, **kwargs)
+        self._weights.check()
         self._is_stepping = True
         try:
             args, kwargs = _after_closure(args, kwargs)
@@ -210,6 +211,7 @@ class StagedSteps:
 
     def update_in_backward(self, k: int) -> None:
         """The gradients of stage k are complete: update its weights and use the gradients up."""
+        self._weights.check([k])
         self._awaits_step = True
         with _without_hooks(self._optimizer):
             self._update(k, _plain_step(self._optimizer), (), {})

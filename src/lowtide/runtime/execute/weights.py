@@ -99,12 +99,13 @@ class _ChangedUnseenError(Exception):
 class _Item:
     """One tensor of the user's, and its two places; the one on the lower tier is made when it first leaves."""
 
-    __slots__ = ("_copied_version", "is_bound", "mirror", "storage", "tensor")
+    __slots__ = ("_copied", "is_bound", "mirror", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor, mirror: Mirror | None) -> None:
         self.tensor = tensor
         self.mirror = mirror
-        self._copied_version: int | None = None  # the tensor's, when its mirror was last equal to it
+        # The version and the memory of the tensor when its mirror was last equal to it.
+        self._copied: tuple[int, int] | None = None
         self.is_bound = False  # to its mirror, for good
         # Its own device memory, empty while it is away: the tensor has the same storage whenever it is there.
         self.storage = tensor.untyped_storage() if self.is_there else None
@@ -133,16 +134,16 @@ class _Item:
 
     @property
     def is_current(self) -> bool:
-        """Whether the mirror holds what the device holds, as far as the tensor's version tells."""
-        return self._copied_version == version_of(self.tensor)
+        """Whether the mirror holds what the device holds, as far as the tensor's version and memory tell."""
+        return self._copied == (version_of(self.tensor), self.tensor.untyped_storage()._cdata)
 
     def note_copy(self) -> None:
         """The mirror holds what the device holds."""
-        self._copied_version = version_of(self.tensor)
+        self._copied = (version_of(self.tensor), self.tensor.untyped_storage()._cdata)
 
     def note_change(self) -> None:
         """The mirror may not hold what the device holds."""
-        self._copied_version = None
+        self._copied = None
 
     def close_gaps(self) -> None:
         """Give it strides that a copy can have, as autograd leaves gradients but for rare cases."""
@@ -500,6 +501,8 @@ class Weights:
         if isinstance(operation, Offload):
             self.moved_bytes += value.offload()
         elif isinstance(operation, Release):
+            if operation.kind == "w":
+                self.check([operation.stage])  # what it was given since would go, too
             self._leave(value)
         elif isinstance(operation, Prefetch):
             self.moved_bytes += value.prefetch()
@@ -693,14 +696,23 @@ class Weights:
                 stacklevel=2,
             )
 
-    def check(self) -> None:
+    def name_of_other_than(self, registered: Iterable[torch.Tensor]) -> str | None:
+        """The name of a parameter that is not among those that a model has now; None: all are."""
+        there = set(map(id, registered))
+        missing = (id(p) for own in self.parameters.values() for p in own if id(p) not in there)
+        return next((self._names[key] for key in missing), None)
+
+    def check(self, stages: Collection[int] | None = None) -> None:
         """Refuse parameters that were moved or given other memory while lowtide looks after theirs.
+
+        Args:
+            stages: those to look at; None: all.
 
         Raises:
             PlanError: with the parameter's name.
         """
-        for (kind, _), value in self._values.items():
-            if kind != "w":
+        for (kind, k), value in self._values.items():
+            if kind != "w" or (stages is not None and k not in stages):
                 continue
             for item in value.items:
                 if not item.is_known:

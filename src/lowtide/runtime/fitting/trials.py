@@ -180,7 +180,9 @@ def plan_for(
     Raises:
         InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
-    may_move = settings.may_move and settings.strategy == AUTO and not why_not(model, settings)
+    is_asked = settings.may_move and settings.strategy == AUTO
+    reason = why_not(model, settings) if is_asked else ""
+    may_move = is_asked and not reason
     resident = resident_bytes(model, settings.optimizer) if may_move else 0
     if resident > settings.memory_budget:  # nothing else is worth a trial
         moving = replace(settings, strategy=STRATEGY)
@@ -228,7 +230,7 @@ def plan_for(
             return _explained(found, min(least for least, _ in refused)), None
         except InfeasibleBudgetError as error:
             refused.append((error.minimum_bytes, str(error)))
-    raise _refusal(refused, settings.memory_budget)
+    raise _refusal(refused, settings.memory_budget, reason if settings.bandwidth else "")
 
 
 def _with_weights_moved(
@@ -396,13 +398,17 @@ def _faster(
     return one
 
 
-def _refusal(refused: list[tuple[int, str]], budget: int) -> InfeasibleBudgetError:
-    """The least budget of several ways and its message; of a way that lacks host memory alone, the message, too."""
+def _refusal(refused: list[tuple[int, str]], budget: int, reason: str = "") -> InfeasibleBudgetError:
+    """The least budget of several ways and its message; of a way that lacks host memory alone, the message, too, and
+    why weights cannot move.
+    """
     too_small = [entry for entry in refused if entry[0] > budget] or refused
     least, message = min(too_small, key=itemgetter(0))  # the first of several
     lacking = [other for needed, other in refused if needed <= budget < least]
     if lacking:
         message += f" (with weights on the host: {lacking[0]})"
+    if reason:
+        message += f" (weights cannot live on the host: {reason})"
     return InfeasibleBudgetError(message, minimum_bytes=least)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import attrgetter, is_
@@ -208,7 +208,7 @@ class Plan:
         self._num_by_settings = 0
         self._num_exceeded = 0
         self._num_ended = 0  # steps of the current part, when its last call began
-        self._said_planning = False
+        self._said_planning = self._said_optimizer = False
         self._earlier = Counters()
         part.execution.install(self._call)
         self._attached = True
@@ -391,6 +391,7 @@ class Plan:
                 "freed; call plan.detach() before such calls"
             )
         self._check_parameters()
+        self._check_optimizer()
         self._end_step()
         self._choose_part(args, kwargs)
         part = self._part
@@ -523,6 +524,7 @@ class Plan:
         self._structure.check(self.model)
         registered = self._structure.parameters()
         if len(registered) != len(self._registered) or not all(map(is_, registered, self._registered)):
+            self._check_moved(registered)
             self._registered, self._parameters = registered, list(self.model.parameters())
             self._has_larger_parameters = _num_bytes(self._parameters) > self._parameter_bytes
         now = list(map(_dtype, self._parameters))
@@ -536,6 +538,32 @@ class Plan:
             )
         name, then, dtype = changed
         raise PlanError(f"parameter {name!r} is {dtype}, but was {then} when the plan was made; {FIT_AGAIN}")
+
+    def _check_moved(self, registered: Sequence[torch.Tensor | None]) -> None:
+        """Refuse other parameters in the place of those that move, and that the optimizer has."""
+        weights = self._part.execution.weights
+        present = [each for each in registered if each is not None]
+        if weights is None or not all(isinstance(each, nn.Parameter) for each in present):  # as in functional_call
+            return
+        replaced = weights.name_of_other_than(present)
+        if replaced is not None:
+            raise PlanError(
+                f"parameter {replaced!r} was replaced (load_state_dict(assign=True), fully_shard) while its plan keeps "
+                "weights on the host; call plan.detach(), make an optimizer of the new parameters, and call fit again "
+                "with it"
+            )
+
+    def _check_optimizer(self) -> None:
+        """Say once that weights on the host are stepped by an optimizer that the plan does not know."""
+        weights = self._part.execution.weights
+        if weights is None or self._said_optimizer or not self._steps.is_stepped_by_another(weights.optimizer):
+            return
+        self._said_optimizer = True
+        _warn(
+            "weights on the host are stepped by another optimizer than the one that fit was given; numbers are right, "
+            "but its state stays on the device, and its step is slow. Call fit again with optimizer= and the one that "
+            "steps"
+        )
 
     def _signature_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call; one that trains no more than was planned for counts as that, without variants."""

@@ -87,6 +87,10 @@ class RealSteps:
         trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         return optimizer if trained <= held else None
 
+    def is_stepped_by_another(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Whether an optimizer other than this one has stepped parameters of the model."""
+        return any(other is not optimizer for other in self._optimizers)
+
     # What steps take
 
     def begin(self) -> None:

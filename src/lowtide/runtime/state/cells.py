@@ -436,7 +436,7 @@ def _kept(value: Any) -> Any:
 
 
 def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(table, set) or _is_all_plain(table.values() if isinstance(table, dict) else table):
+    if not table or isinstance(table, set) or _is_all_plain(table.values() if isinstance(table, dict) else table):
         return ()
     return table.items() if isinstance(table, dict) else enumerate(table)
 

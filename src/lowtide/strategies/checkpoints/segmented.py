@@ -49,26 +49,41 @@ def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -
         InfeasibleBudgetError: with the least peak of all of them.
     """
     candidates = _candidates(problem, cuts)
-    feasible = [candidate for candidate in candidates if candidate.peak_bytes <= problem.memory_budget]
-    if not feasible:
-        raise problem.infeasible(strategy, min(candidate.peak_bytes for candidate in candidates))
-    best = min(feasible, key=lambda candidate: (candidate.seconds, candidate.peak_bytes))
-    schedule = best.schedule(strategy, problem.chain)
-    return Answer(schedule, details={"num_segments": len(best.starts)})
+    possible = [each for each in candidates if each.peak_bytes <= problem.memory_budget]
+    possible.sort(key=lambda candidate: candidate.seconds)
+    for _, equals in itertools.groupby(possible, key=lambda candidate: candidate.seconds):
+        best = min((_counted(problem, each) for each in equals), key=lambda candidate: candidate.peak_bytes)
+        if best.peak_bytes <= problem.memory_budget:
+            return Answer(best.schedule(strategy, problem.chain), details={"num_segments": len(best.starts)})
+    raise problem.infeasible(strategy, _least_peak(problem, candidates))
 
 
 def least_peak_bytes(problem: Problem, cuts: Iterable[Starts]) -> int:
     """The lowest peak of all candidates."""
-    return min(candidate.peak_bytes for candidate in _candidates(problem, cuts))
+    return _least_peak(problem, _candidates(problem, cuts))
+
+
+def _least_peak(problem: Problem, candidates: list[Segmentation]) -> int:
+    candidates = sorted(candidates, key=lambda candidate: candidate.peak_bytes)
+    least = _counted(problem, candidates[0]).peak_bytes
+    for each in candidates[1:]:
+        if each.peak_bytes >= least:  # and with other values it has no less
+            break
+        least = min(least, _counted(problem, each).peak_bytes)
+    return least
 
 
 def _candidates(problem: Problem, cuts: Iterable[Starts]) -> list[Segmentation]:
-    costs = costs_of(problem.chain, variants=False)
-    found = [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
-    if problem.chain.has_other_values:  # the simulator knows their lifetimes
-        peaks = (problem.evaluate(each.schedule("", problem.chain)).peak_bytes for each in found)
-        found = [replace(each, peak_bytes=peak) for each, peak in zip(found, peaks, strict=True)]
-    return found
+    """With the peaks that they have without other values: they need at least as much."""
+    costs = costs_of(replace(problem.chain, side_values=()), variants=False)
+    return [segmentation(problem.chain, costs, starts) for starts in dict.fromkeys(cuts)]
+
+
+def _counted(problem: Problem, candidate: Segmentation) -> Segmentation:
+    """With the peak that it has: the simulator knows the lifetimes of other values."""
+    if not problem.chain.has_other_values:
+        return candidate
+    return replace(candidate, peak_bytes=problem.evaluate(candidate.schedule("", problem.chain)).peak_bytes)
 
 
 def _operations(starts: Starts, num_stages: int) -> Iterator[Operation]:
