@@ -32,9 +32,9 @@ _SMALL_STAGE_SHARE = 0.10
 # In the coarser choice, up to this share a byte of a side value must buy so many bytes off the largest stage, so that
 # blocks that are small enough stay whole; beyond it, one. In the finer choice always one. Solving for both to take the
 # faster is not worth it: with stages that take time by what they save, at five budgets from the least to plain
-# training's memory, `rotor` was with the finer choice within 0.4 % for three U-Nets and three detectors (1.5 % faster at
+# training's memory, `rotor` was with the finer choice within 0.4 % for four U-Nets and three detectors (1.5 % faster at
 # one's least budget), 2.3 % faster to 0.7 % slower for losses in attributes, and 4 to 12 % slower for routed experts,
-# whose 110 stages it also took 1.2 s to solve for. Measuring the finer choice besides takes 33 to 115 % more time.
+# whose 110 stages it also took 1.2 s to solve for. Measuring the finer choice besides takes 33 to 124 % more time.
 _LARGE_STAGE_SHARE = 0.25
 _SIDE_PRICE = 8
 # A tensor without gradients up to this share of the bytes is a side value without further thought.
