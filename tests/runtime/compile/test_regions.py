@@ -476,6 +476,15 @@ def test_numbers_that_shall_be_the_same_each_time_do_not_depend_on_trials() -> N
         torch.use_deterministic_algorithms(False)
 
 
+def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -> None:
+    stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000, freed_bytes=900) for k in range(4))
+    chain = lowtide.Chain("net", stages, input_bytes=100)
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
+    found = trials._within(solution, 2000)
+    assert 0.9 * 2000 < found.peak_bytes <= 2000
+    assert all(stage.freed_bytes < stage.saved_bytes for stage in found.chain.stages)
+
+
 class _Planned:
     def __init__(self, seconds: float) -> None:
         self.solution = self

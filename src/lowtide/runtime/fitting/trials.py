@@ -385,7 +385,11 @@ def _within(solution: Solution, peak_bytes: int) -> Solution:
     for _ in range(_NUM_HALVINGS if solution.peak_bytes > peak_bytes else 0):
         share = (least + most) / 2
         stages = tuple(
-            replace(stage, saved_bytes=max(stage.output_bytes, int(share * stage.saved_bytes)))
+            replace(
+                stage,
+                saved_bytes=max(stage.output_bytes, int(share * stage.saved_bytes)),
+                freed_bytes=int(share * stage.freed_bytes),
+            )
             for stage in solution.chain.stages
         )
         tried = solution.on(replace(solution.chain, stages=stages))
