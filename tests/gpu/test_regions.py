@@ -66,9 +66,11 @@ def test_regions_that_are_recomputed_keep_the_budget_and_the_numbers(network):
         lowtide.fit(model, batch, memory_budget=1, **options)
     budget = int(1.05 * caught.value.minimum_bytes)
     with lowtide.fit(model, batch, memory_budget=budget, **options) as plan:
-        found = run(model, batch, 1)
-        assert plan.stats().recomputed_per_step > 0
-        assert plan.stats().measured_peak_bytes <= budget
+        model(**batch).backward()
+        stats = plan.stats()  # before gradients are copied: the allocator counts that, too
+        assert stats.recomputed_per_step > 0
+        assert stats.measured_peak_bytes <= budget
+        found = dict(gradients(model))
     plain, _ = built()
     expected = run(plain, batch, 1)
     near = 1e-2 if network == "gpt2" else 1e-7
@@ -122,12 +124,12 @@ def test_trials_decide_what_is_compiled(has_room):
             lowtide.fit(model, text, memory_budget=1, **options)
         budget = int(1.05 * caught.value.minimum_bytes)
     with lowtide.fit(model, text, memory_budget=budget, **options) as plan:
-        for each in (model, plain):
-            for _ in range(2):
-                each.zero_grad()
-                each(text)["loss"].backward()
+        for _ in range(2):
+            model.zero_grad()
+            model(text)["loss"].backward()
         assert (plan.stats().recomputed_per_step == 0) or not has_room
         assert plan.stats().measured_peak_bytes <= budget
+    plain(text)["loss"].backward()
     expected = dict(gradients(plain))
     found = dict(gradients(model))
     assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-12) for name in expected)

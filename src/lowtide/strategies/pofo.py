@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lowtide.chain import Chain
@@ -65,11 +66,13 @@ class Pofo:
         if problem.memory_budget >= model.minimum_bytes:
             converted, seconds = converted_plans(problem, model, self.slots)
             placements += converted
+        recomputed = _recomputed(problem)
+        placements += [*([] if recomputed is None else [recomputed]), *self._offloaded(problem)]
         sides, stages = problem.chain.side_values, problem.chain.stages
         if any(not side.stays for side in sides) or any(stage.outliving for stage in stages):
-            placements += plans_with_other_values_moved(problem, self.slots)
-        schedule = fastest("pofo", [*placements, _recomputed(problem), *self._offloaded(problem)])
-        return Answer(schedule, model_seconds=seconds)
+            best = min((placement.seconds for placement in placements), default=math.inf)
+            placements += plans_with_other_values_moved(problem, self.slots, best)
+        return Answer(fastest("pofo", placements), model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
         """What is needed if every kept value is moved; without a link, what rotor needs."""

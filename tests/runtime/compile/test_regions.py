@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import json
 import logging
 import pickle
@@ -374,9 +375,48 @@ def test_what_trials_compile_is_bounded() -> None:
         assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
 
 
+class Growing(nn.Module):
+    """Blocks that all differ, as those of a DenseNet."""
+
+    def __init__(self, depth: int = 40) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = range(WIDTH, WIDTH + depth + 1)
+        self.tokens, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(widths[-1], WORDS)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(one, other), nn.GELU(), nn.Linear(other, other))
+            for one, other in itertools.pairwise(widths)
+        )
+
+    def forward(self, text):
+        x = self.tokens(text)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), text.flatten())
+
+
+@pytest.mark.usefixtures("_timed")
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_blocks_that_all_differ_are_compiled_in_a_few_regions() -> None:
+    backend, model, text = Counting(), Growing(), texts(batch=64)[0]
+    plain = Growing()
+    plain.compile(backend=BACKEND, dynamic=False)
+    expected = train(plain, texts(batch=64))
+    options = {**OPTIONS, "variants": True}
+    with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
+        assert len(backend.graphs) == 1
+        peak_bytes = plan.stats().predicted_peak_bytes
+    backend, model = Counting(), Growing()
+    with lowtide.fit(model, text, memory_budget=int(0.8 * peak_bytes), **options, **auto_with(backend)) as plan:
+        assert plan.chain.num_stages <= 16
+        assert_equal(train(model, texts(batch=64)), expected)
+        assert plan.stats().recomputed_per_step > 0
+        assert len(backend.graphs) <= 16 + 1  # and the whole, which was too large
+
+
 @pytest.mark.usefixtures("_timed")
 def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatch) -> None:
-    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    model, text = Language(depth=8, dropout=0.0), texts(batch=64)[0]
     options = {**OPTIONS, **auto_with(BACKEND)}
     named = []
     for ways in ([True, False], [False, True]):
@@ -434,6 +474,15 @@ def test_numbers_that_shall_be_the_same_each_time_do_not_depend_on_trials() -> N
         assert fit._regions(True, None, torch.device("cuda")) is False
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -> None:
+    stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000, freed_bytes=900) for k in range(4))
+    chain = lowtide.Chain("net", stages, input_bytes=100)
+    solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
+    found = trials._within(solution, 2000)
+    assert 0.9 * 2000 < found.peak_bytes <= 2000
+    assert all(stage.freed_bytes < stage.saved_bytes for stage in found.chain.stages)
 
 
 class _Planned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import random
@@ -17,7 +18,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Backward, Offload, Release, Update
-from lowtide.errors import InfeasibleBudgetError, PlanError
+from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
 from lowtide.runtime.fitting import trials
@@ -202,11 +203,8 @@ def test_a_host_budget_is_refused_with_the_least_that_works():
 
 def test_gradients_that_are_used_up_take_no_host_memory():
     """With steps in backward the host holds weights and optimizer state, and training stays within that."""
-    own_bytes, needed = resident_bytes(blocks) // 2, []
-    for in_backward in (False, True):
-        with pytest.raises(InfeasibleBudgetError, match="host_memory_budget 97") as caught:
-            fitted(blocks, own_bytes, host_memory_budget="100kB", step_in_backward=in_backward)
-        needed.append(int(str(caught.value).split("is below the")[1].split("(")[1].split()[0]))
+    own_bytes = resident_bytes(blocks) // 2
+    needed = [least_host_budget(own_bytes, step_in_backward=in_backward) for in_backward in (False, True)]
     assert needed[1] < 0.8 * resident_bytes(blocks) < needed[0]
     plan, optimizer = fitted(blocks, own_bytes, host_memory_budget=needed[1], step_in_backward=True)
     with plan:
@@ -215,6 +213,50 @@ def test_gradients_that_are_used_up_take_no_host_memory():
             optimizer.step()
             optimizer.zero_grad()
         assert plan._part.execution.machine.tier.capacity_bytes <= needed[1]
+
+
+def least_host_budget(own_bytes: int, **settings: Any) -> int:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        fitted(blocks, own_bytes, host_memory_budget="100kB", **settings)
+    return int(str(caught.value).split("is below the")[1].split("(")[1].split()[0])
+
+
+def test_the_least_host_memory_does_not_depend_on_measured_times(monkeypatch):
+    own_bytes, found = resident_bytes(blocks) // 2, []
+    for seconds in (1e-6, 1e-3, 1.0):
+        monkeypatch.setattr(timing, "_run_on_cpu", lambda computation, seconds=seconds: (computation(), seconds)[1])
+        found.append(least_host_budget(own_bytes))
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [InfeasibleBudgetError("host_memory_budget is too small", minimum_bytes=1), ExecutionError("no room")]
+)
+def test_training_goes_on_where_there_is_no_other_schedule(error, monkeypatch):
+    """A loop that holds more than the budget has room for, and a host that has none for a leaner schedule."""
+    expected = train(*made(blocks), batch(blocks))
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(plan._planner, "part_for", fail)
+    held = torch.zeros(resident_bytes(blocks), dtype=torch.uint8)
+    with plan, pytest.warns(lowtide.LowtideWarning, match=f"planning again failed: {error}; training continues"):
+        assert_equal(train(plan.model, optimizer, batch(blocks)), expected)
+    del held
+
+
+def test_optimizer_state_that_is_loaded_without_room_on_the_host():
+    own_bytes = resident_bytes(blocks) // 2
+    plan, optimizer = fitted(blocks, own_bytes, host_memory_budget=least_host_budget(own_bytes))
+    with plan:
+        train(plan.model, optimizer, batch(blocks))
+        saved = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ExecutionError, match=r"loading optimizer state takes host memory .* nothing was loaded"):
+            optimizer.load_state_dict(saved)
+        for one, other in zip(optimizer.state_dict()["state"].values(), saved["state"].values(), strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_activations_stay_where_the_host_has_no_room_for_them():

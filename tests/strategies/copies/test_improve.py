@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from tests.chains import long_chain, random_chain, random_chains, with_random_seconds
 
 from lowtide import Backward, Chain, Forward, InfeasibleBudgetError, Schedule, simulate, solve
 from lowtide.strategies.base import Problem
 from lowtide.strategies.copies.gaps import Profile
-from lowtide.strategies.copies.improve import improve
+from lowtide.strategies.copies.improve import descend, improve
 
 
 def problem_of(chain: Chain, budget: int, bandwidth: int, *, duplex: bool = True) -> Problem:
@@ -71,3 +72,16 @@ def test_auto_is_never_slower_than_any_strategy() -> None:
             best = solve(chain, memory_budget=budget, bandwidth=bandwidth, manage_weights=False)
             assert best.seconds <= min(times) * (1 + 1e-12)
             assert best.peak_bytes <= budget
+
+
+def test_nothing_is_tried_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other choice of what moves takes less than the computations."""
+    chain = with_random_seconds(random_chain(0, 9), 0)
+    profile = store_all(chain)
+    budget = (profile.need_bytes() + profile.need_bytes(())) // 2
+    positions, calls = Profile.positions, []
+    monkeypatch.setattr(Profile, "positions", lambda *args: calls.append(args) or positions(*args))
+    found = descend(problem_of(chain, budget, 10**9), profile, np.ones(len(profile.gaps), np.bool_), 10**6)
+    assert found is not None
+    assert found[1] == pytest.approx(profile.compute_seconds)
+    assert len(calls) == 2

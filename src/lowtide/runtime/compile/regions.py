@@ -105,7 +105,7 @@ class RegionLayer(Layer):
         choice: which variant runs.
     """
 
-    __slots__ = ("_compilers", "_functions", "_hooks", "_modes", "_shapes", "choice", "num_variants", "split")
+    __slots__ = ("_compilers", "_functions", "_hooks", "_modes", "_shapes", "choice", "joins", "num_variants", "split")
 
     rank = Rank.CODE
     tells_stages = True
@@ -120,6 +120,8 @@ class RegionLayer(Layer):
     ) -> None:
         super().__init__(model)
         self.split = split
+        self.joins = any(stage.kind for stage in split.stages)
+        """Whether stages are joined that are treated alike: not where they were joined before, and are large."""
         self.choice = choice
         self.num_variants = tuple(num_variants)
         self._compilers = compilers

@@ -21,9 +21,6 @@ from lowtide.schedule import COMPUTATIONS, Backward, Forward, Operation, Prefetc
 # again as one where both are let go and a[k] with them, and saved as one where all is saved.
 _ALIKE = {("keep", "drop"), ("drop", "drop"), ("all", "all")}
 
-# In messages a stage that stands for so many at most is called by the names of all.
-_MOST_NAMES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
@@ -85,7 +82,7 @@ def coarsened(split: Split, schedule: Schedule, side_values: Sequence[SideValue]
         if not (isinstance(operation, Forward) and operation.stage not in first)
         and not (isinstance(operation, Backward) and operation.stage not in last)
     )
-    stages = tuple(_as_one([split.stages[k - 1] for k in group]) for group in groups)
+    stages = tuple(StageSplit.joined([split.stages[k - 1] for k in group]) for group in groups)
     return Coarse(replace(split, stages=stages), operations, tuple(map(len, groups)))
 
 
@@ -152,20 +149,3 @@ def _apart(value: Value) -> set[int]:
     """The stages that cannot be joined with the next one if this value is moved separately."""
     kind, k = value
     return {k} if kind == "a" else {k - 1, k}
-
-
-def _as_one(stages: list[StageSplit]) -> StageSplit:
-    if len(stages) == 1:
-        return stages[0]
-    return StageSplit(
-        name=_joined_name([stage.name for stage in stages]),
-        units=tuple(unit for stage in stages for unit in stage.units),
-        trailing_glue=stages[-1].trailing_glue,
-        parameters=tuple(name for stage in stages for name in stage.parameters),
-    )
-
-
-def _joined_name(names: list[str]) -> str:
-    if len(names) <= _MOST_NAMES:
-        return " + ".join(names)
-    return f"{names[0]} to {names[-1]}"

@@ -35,7 +35,8 @@ class ExecutedForward(StagedForward):
     def __init__(self, machine: Machine, step: RunningStep) -> None:
         program = machine.program
         watched = range(1, program.num_stages + 1) if machine.functions else program.watched
-        regions = None if machine.regions is None else (machine.regions, Grouping(program.sizes))
+        layer = machine.regions
+        regions = None if layer is None else (layer, Grouping(program.sizes, joins=layer.joins))
         super().__init__(
             machine.layout,
             program.taped,

@@ -480,8 +480,18 @@ class Weights:
                 self._stand_ins[id(parameter)] = [self._at_home(parameter) for _ in range(num_tensors)]
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a tensor in a place on the tier, to become optimizer state of a parameter."""
-        adopted = self._at_home(parameter)
+        """A copy of a tensor in a place on the tier, to become optimizer state of a parameter.
+
+        Raises:
+            ExecutionError: where the tier has no room for it beside the state that there is.
+        """
+        try:
+            adopted = self._at_home(parameter)
+        except ExecutionError as error:
+            raise ExecutionError(
+                f"loading optimizer state takes host memory beside the state that there is, and {error}; nothing was "
+                "loaded: load it before fit, or raise host_memory_budget"
+            ) from None
         adopted.copy_(tensor)
         return adopted
 

@@ -167,9 +167,12 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     try:
         staying = _within_budget(replace(moving, moves_activations=False), settings)
     except InfeasibleBudgetError:  # the device has no room for them, either
-        staying = solution
+        raise _short_of_host(_host_bytes(moving, solution), settings) from None
     if not _has_room(moving, staying, settings):
-        raise _short_of_host(min(_host_bytes(moving, each) for each in (solution, staying)), settings)
+        # With room for all of them there is a schedule, whatever stages are measured to take the next time.
+        all_bytes = sum(moving.mirror_bytes.values())
+        used_up = sum(room for (kind, _), room in moving.mirror_bytes.items() if kind == "g")
+        raise _short_of_host(all_bytes - (used_up if settings.step_in_backward else 0), settings)
     return staying
 
 
@@ -318,14 +321,13 @@ def seconds_with_updates(alone: Solution, moving: Moving) -> float:
 
 
 def host_bytes_of(moving: Moving, solution: Solution) -> int:
-    """What the lower tier must hold for weights, gradients and optimizer state: what leaves, and all gradients that can
-    be read after their update.
+    """What the lower tier must hold for weights, gradients and optimizer state: what leaves, all gradients that can be
+    read after their update, and all state, which goes there when it is loaded.
     """
     operations = solution.schedule.operations
     leaving = {operation.value for operation in operations if isinstance(operation, Offload | Release)}
-    updated = {("g", operation.stage) for operation in operations if isinstance(operation, Update)}
-    if is_stepping_in_backward(operations):
-        updated = set()  # used up
+    kinds = ("opt",) if is_stepping_in_backward(operations) else ("opt", "g")  # else gradients are used up
+    updated = {(kind, operation.stage) for operation in operations if isinstance(operation, Update) for kind in kinds}
     return sum(moving.mirror_bytes.get(value, 0) for value in leaving | updated)
 
 

@@ -54,6 +54,8 @@ class Settings:
     """Replay steps as CUDA graphs; `"auto"`: where a trial shows that they are faster."""
     placed: Placed | None = None
     """The model's weights are on the lower tier."""
+    most_stages: int = 0
+    """Compiled in regions, join stages where there are more than so many; 0: do not."""
     finer_than: int = 0
     """Cut inside blocks, too, into more stages than so many; 0: do not."""
 

@@ -78,6 +78,10 @@ _EVERYTHING = 2**62  # bytes: room for all
 # Less than this share of what stages take without compilation no compiled model was seen to take.
 _LEAST_OF_EAGER = 0.5
 
+# Regions of a network whose stages all differ. Those of DenseNet-201, compiled one by one on an H200, took 341 s, 3 s
+# each, most of it for the host alone; the kernels of a larger one are compiled side by side.
+_MOST_DIFFERENT = 16
+
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
 # Steps that are timed to tell two ways to compile apart.
@@ -273,9 +277,14 @@ def _compiled_plan(
     """
     compilation = settings.compilation
     assert compilation is not None
+    decides = settings.regions == AUTO and _is_timed(device_of(model))
+    repeats = not decides or _stages_repeat(model, sample, settings)
 
     def planned_with(*, regions: bool, accepts: bool = goes_on) -> tuple[Planned, CompiledModel]:
         chosen = replace(settings, compilation=replace(compilation, regions=regions))
+        if not repeats:  # there is nothing to share: a few large regions are compiled sooner than many small ones
+            few = _MOST_DIFFERENT if regions else 0
+            chosen = replace(chosen, compilation=replace(compilation, regions=regions, budgets=()), most_stages=few)
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
@@ -287,18 +296,24 @@ def _compiled_plan(
     if not settings.regions:
         return _advised(planned_with(regions=False), sample)
     whole = _as_one_region(model, sample, settings, tier) if after is None else None
-    if settings.regions is True or not _is_timed(device_of(model)):
+    if not decides:
         return whole or planned_with(regions=True)
     if whole is not None:
-        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample)
+        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample) if repeats else whole
     refused: list[tuple[int, str]] = []
-    ways = _ways_by_speed(model, sample, settings)
+    ways = _ways_by_speed(model, sample, settings) if repeats else [True, False]
     for regions in ways:
         try:
             return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
         except InfeasibleBudgetError as error:
             refused.append((error.minimum_bytes, str(error)))
     raise _refusal(refused, settings.memory_budget)
+
+
+def _stages_repeat(model: nn.Module, sample: Sample, settings: Settings) -> bool:
+    """Whether most stages are like others, whose compilations they share."""
+    split, _ = capture_for(lambda split: None, model, sample, loss=settings.loss, blocks=True)
+    return 2 * split.num_kinds <= split.num_stages
 
 
 def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings) -> list[bool]:
@@ -370,7 +385,11 @@ def _within(solution: Solution, peak_bytes: int) -> Solution:
     for _ in range(_NUM_HALVINGS if solution.peak_bytes > peak_bytes else 0):
         share = (least + most) / 2
         stages = tuple(
-            replace(stage, saved_bytes=max(stage.output_bytes, int(share * stage.saved_bytes)))
+            replace(
+                stage,
+                saved_bytes=max(stage.output_bytes, int(share * stage.saved_bytes)),
+                freed_bytes=int(share * stage.freed_bytes),
+            )
             for stage in solution.chain.stages
         )
         tried = solution.on(replace(solution.chain, stages=stages))
@@ -451,18 +470,19 @@ def measured_for(
     """
     compilation = settings.compilation
 
-    def work(split: Split) -> tuple[Chain, CompiledModel | None]:
+    def work(split: Split) -> tuple[Split, tuple[Chain, CompiledModel | None]]:
         if split.num_stages <= settings.finer_than:
             raise _NotFinerError
         if compilation is None or not compilation.regions:
-            return measured(split, compilation)
+            return split, measured(split, compilation)
+        joined = split.with_at_most(settings.most_stages) if settings.most_stages else split
         try:
-            return measured(split, compilation)
+            return joined, measured(joined, compilation)
         except not_one_graph() as error:
             chain, compiled = measured(split, replace(compilation, regions=False))
             note = f"blocks are compiled one by one, because the model is not one graph: {in_one_line(error)}"
             notes = [note, *chain.provenance.get("notes", ())]
-            return replace(chain, provenance={**chain.provenance, "notes": notes}), compiled
+            return split, (replace(chain, provenance={**chain.provenance, "notes": notes}), compiled)
 
     def measured(split: Split, compilation: Compilation | None) -> tuple[Chain, CompiledModel | None]:
         compiled = None if compilation is None else compilation.of(model, split)
@@ -492,7 +512,7 @@ def measured_for(
             compiled.settle_loss()
         return chain, compiled
 
-    return capture_for(
+    _, found = capture_for(
         work,
         model,
         sample,
@@ -502,6 +522,7 @@ def measured_for(
         finer=settings.finer_than > 0,
         without_running=settings.placed is not None,
     )
+    return found
 
 
 def tried_schedule(

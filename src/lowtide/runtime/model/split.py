@@ -28,11 +28,14 @@ arguments that it is given (lists and dicts excepted: those are rebuilt whenever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind")
+
+# In messages a stage that stands for so many at most is called by the names of all.
+_MOST_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,6 +72,19 @@ class StageSplit:
     def __post_init__(self) -> None:
         if not self.units:
             raise ValueError(f"stage {self.name!r} has no units")
+
+    @classmethod
+    def joined(cls, stages: Sequence[StageSplit]) -> StageSplit:
+        """Consecutive stages as one, which is like no other."""
+        if len(stages) == 1:
+            return stages[0]
+        names = [stage.name for stage in stages]
+        return cls(
+            name=" + ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} to {names[-1]}",
+            units=tuple(unit for stage in stages for unit in stage.units),
+            trailing_glue=stages[-1].trailing_glue,
+            parameters=tuple(name for stage in stages for name in stage.parameters),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +124,17 @@ class Split:
     def numbered(self) -> list[tuple[int, StageSplit]]:
         """The stages with their numbers, from 1."""
         return list(enumerate(self.stages, start=1))
+
+    @property
+    def num_kinds(self) -> int:
+        """How many stages differ from all before them."""
+        return len({stage.kind or stage.name for stage in self.stages})
+
+    def with_at_most(self, num_stages: int) -> Split:
+        """The same model in fewer stages: runs of about as many of them each, joined."""
+        size = -(-self.num_stages // num_stages)
+        runs = [self.stages[first : first + size] for first in range(0, self.num_stages, size)]
+        return self if size == 1 else replace(self, stages=tuple(map(StageSplit.joined, runs)))
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import CaptureError, ExecutionError, LowtideWarning, PlanError
+from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, LowtideWarning, PlanError
 from lowtide.files import write_json
 from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
@@ -580,7 +580,12 @@ class Plan:
             self._choose_by_signature(planned, args, kwargs)
         try:
             self._plan_for_what_steps_showed(args, kwargs)
-        except (CaptureError, PlanError) as error:  # the plan that there is goes on
+        except (
+            CaptureError,
+            PlanError,
+            InfeasibleBudgetError,
+            ExecutionError,
+        ) as error:  # the plan that there is goes on
             self._part.refusal, self._has_larger_parameters = str(error), False
             self._part.said_bytes = self._part.peak_bytes
             _warn(f"steps take more than was planned for, but planning again failed: {error}; training continues")

@@ -134,12 +134,13 @@ def converted(problem: Problem, plan: ContinuousPlan) -> Placement | None:
     return None
 
 
-def plans_with_other_values_moved(problem: Problem, slots: int) -> list[Placement]:
+def plans_with_other_values_moved(problem: Problem, slots: int, seconds: float) -> list[Placement]:
     """Schedules that may move side values, too, and count what the code around the stages holds only where it is not
     stored; maybe none.
 
     They are planned as if both took no room, but for side values that stay, for less and less memory. What they then
-    lack is found by moving.
+    lack is found by moving. Orders whose computations alone take as long as `seconds`, or as one that was found, are
+    passed over.
     """
     sides, stages = problem.chain.side_values, problem.chain.stages
     staying = tuple(side for side in sides if side.stays)
@@ -154,6 +155,8 @@ def plans_with_other_values_moved(problem: Problem, slots: int) -> list[Placemen
             break
         for plan in model.plans(budget, slots, _NUM_SEARCHED):
             profile = Profile(problem.chain, plan.order)
+            if profile.compute_seconds >= min([seconds, *(placement.seconds for placement in found)]):
+                continue
             start = np.array([gap.value[0] == "s" for gap in profile.gaps], dtype=np.bool_)
             start[_moved(plan, profile)] = True
             found += _searched(problem, profile, start)

@@ -106,8 +106,8 @@ class _Search:
             best = every
         if best is None:
             return None
-        improved = True
-        while improved and self.tries_left > 0:
+        improved, floor = True, self.profile.compute_seconds  # nothing waits
+        while improved and self.tries_left > 0 and floor < best[1] * (1 - _LEAST_GAIN):
             improved = False
             for choice in self._neighbours(best[0]):
                 if self.tries_left <= 0:
