@@ -158,8 +158,8 @@ class Stage:
                 )
             if way.freed_bytes > way.saved_bytes:
                 raise ChainError(
-                    f"{owner}: freed_bytes is {way.freed_bytes}, more than its saved_bytes {way.saved_bytes}, of which "
-                    "they are a part"
+                    f"{owner}: freed_bytes is {way.freed_bytes}, more than its saved_bytes {way.saved_bytes}; only "
+                    "what is saved can be freed"
                 )
 
     @property
