@@ -117,7 +117,7 @@ def test_trials_decide_what_is_compiled(has_room):
     torch.use_deterministic_algorithms(False)
     text = torch.randint(0, 509, (16, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     model, plain = WithScores().double().cuda(), WithScores().double().cuda()
-    options = {"bandwidth": 0, "optimizer": "sgd", "compile_stages": True, "keeps_result": False}
+    options = {"bandwidth": 0, "optimizer": "sgd", "compile_stages": {"regions": "auto"}, "keeps_result": False}
     budget = 2**32
     if not has_room:
         with pytest.raises(lowtide.InfeasibleBudgetError) as caught:

@@ -454,26 +454,16 @@ def test_the_faster_way_gets_the_variants(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "stages", "device", "expected"),
+    ("given", "expected"),
     [
-        (True, None, "cuda", "auto"),
-        ({"backend": "inductor"}, None, "cuda", "auto"),
-        ({"regions": False}, None, "cuda", False),
-        ({"dynamic": True}, None, "cuda", False),
-        (True, ["blocks.*"], "cuda", False),
-        (True, None, "cpu", False),
+        (True, False),
+        ({"regions": "auto"}, "auto"),
+        ({"regions": "auto", "dynamic": True}, False),
+        ({"mode": "x"}, False),
     ],
 )
-def test_trials_decide_where_steps_are_timed(given, stages, device, expected) -> None:
-    assert fit._regions(given, stages, torch.device(device)) == expected
-
-
-def test_numbers_that_shall_be_the_same_each_time_do_not_depend_on_trials() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert fit._regions(True, None, torch.device("cuda")) is False
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_regions_are_asked_for(given, expected) -> None:
+    assert fit._regions(given) == expected
 
 
 def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -> None:

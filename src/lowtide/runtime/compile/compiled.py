@@ -37,7 +37,6 @@ are made again), 2/5 at 0.4, and at 0.0 its input alone."""
 
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
-_FEWEST_KINDS = 4  # a small network compiles in no time
 
 # Rows of this many bytes are what tensor cores read at once.
 _ALIGNED_BYTES = 16
@@ -149,7 +148,7 @@ class CompiledRegions:
         compilers = tuple([_Compiler(each), *(_Compiler(each, b) for b in budgets)] for each in (inside, options))
         self.choice = VariantChoice(("", *map(variant_name, budgets)))
         stages = {k: stage for k, stage, _, module in _units_to_compile(model, split) if _has_parts(module)}
-        with_variants = _most_frequent((stage.kind for stage in stages.values()), len(budgets))
+        with_variants = _most_frequent(stage.kind for stage in stages.values())
         counts = [1 + len(budgets) if k in stages and s.kind in with_variants else 1 for k, s in split.numbered()]
         self._layer = RegionLayer(model, split, (compilers[0], compilers[1]), counts, self.choice)
         self.install()
@@ -209,7 +208,7 @@ class CompiledStages:
         self._num_variants: dict[int, int] = {}
         compiled: dict[int, CompiledLayer] = {}
         units = list(_units_to_compile(model, split))
-        with_variants = _most_frequent((stage.kind for _, stage, _, _ in units), len(budgets))
+        with_variants = _most_frequent(stage.kind for _, stage, _, _ in units)
         for k, stage, place, module in units:
             if id(module) not in compiled:  # else it is called in several places
                 used = compilers if stage.kind in with_variants and _has_parts(module) else compilers[:1]
@@ -384,12 +383,8 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def _most_frequent(kinds: Iterable[str], num_variants: int) -> set[str]:
-    """The kinds to be compiled in further variants: together they take no longer than the rest of the whole model."""
-    counts = Counter(kinds)
-    num_others = counts.total() - len(counts)  # what equal stages share is compiled once
-    most = min(_MOST_KINDS, max(_FEWEST_KINDS, num_others // max(1, num_variants)))
-    return {kind for kind, _ in counts.most_common(most)}
+def _most_frequent(kinds: Iterable[str]) -> set[str]:
+    return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
 
 
 class _Compiler:

@@ -108,9 +108,9 @@ def fit(
         keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
             only the loss is left by then (`model(x).loss.backward()`).
         compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
-            what is compiled; on CUDA all that the model does, joined where the schedule treats stages alike, if a trial
-            shows that this is faster. A mapping holds options for `torch.compile`, and `"regions"`: True or False to
-            have that in any case or never.
+            what is compiled; a mapping holds options for `torch.compile`, and `"regions": True` to compile all that the
+            model does, joined where the schedule treats stages alike (`"auto"`: if trials on CUDA show that it is
+            faster).
         variants: with `compile_stages`, also compile each block so that it saves less and recomputes more inside its
             own backward, and let the solver choose block by block among those with the same gradients;
             `"rounding"`: also among those whose gradients differ by rounding; False: compile in one way only.
@@ -164,7 +164,7 @@ def fit(
         checks=Checks.of(strict=strict, spot_checks=spot_checks),
         progress=progress if callable(progress) else None,
         compilation=_compilation(compile_stages, variants),
-        regions=_regions(compile_stages, stages, used),
+        regions=_regions(compile_stages),
         allow_rounding=variants == "rounding",
         measures_link=bandwidth is None,
         step_in_backward=step_in_backward,
@@ -263,15 +263,10 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
     return Compilation(options, DEFAULT_BUDGETS if variants else ())
 
 
-def _regions(compile_stages: bool | Mapping[str, Any], stages: StageNames | None, device: torch.device) -> bool | str:
-    """Whether the model is compiled in regions, as the options say.
-
-    Left open, trials decide on CUDA, where steps are timed; unless numbers shall not depend on what a trial shows, or
-    stages are named, which are then what is compiled.
-    """
+def _regions(compile_stages: bool | Mapping[str, Any]) -> bool | str:
+    """Whether the model is compiled in regions, as the options say."""
     given = compile_stages if isinstance(compile_stages, Mapping) else {}
-    is_open = device.type == "cuda" and stages is None and not torch.are_deterministic_algorithms_enabled()
-    regions: bool | str = given.get(_REGIONS, AUTO if is_open else False)
+    regions: bool | str = given.get(_REGIONS, False)
     if regions not in (True, False, AUTO):
         raise PlanError(f"regions is {shown(regions)}, expected True, False or {AUTO!r}")
     options = _compile_options(given)

@@ -272,8 +272,8 @@ def _compiled_plan(
 ) -> tuple[Planned, CompiledModel]:
     """A plan for compiled stages, in regions or block by block.
 
-    Whatever is tried is bounded: the whole model as one region or, where that does not fit, the stages in both ways
-    without variants; then one way with variants. Each takes about as long as compiling the whole model at the most.
+    Where trials decide, what they compile is bounded: the whole model as one region, beside blocks that share their
+    compilations; where that does not fit, the stages in both ways without variants, and one way with them.
     """
     compilation = settings.compilation
     assert compilation is not None
