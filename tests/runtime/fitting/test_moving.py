@@ -322,7 +322,9 @@ def with_little_room(link: str, monkeypatch: pytest.MonkeyPatch) -> lowtide.Plan
 
 
 def test_weights_move_where_that_is_faster_than_recomputation(monkeypatch):
+    others = torch.zeros(4 * resident_bytes(blocks), dtype=torch.uint8)  # the budget counts what else is there
     with with_little_room("1GB/s", monkeypatch) as plan:
+        del others
         assert plan.schedule.strategy == "joint"
         assert "if weights and optimizer state move, and" in str(plan)
 

@@ -299,7 +299,7 @@ def could_be_faster(alone: Solution, chain: Chain, settings: Settings) -> bool:
     """
     budget, most_seconds = settings.memory_budget, _WORTH * alone.on(chain).seconds
     resident = sum(each.weight_bytes + each.weight_grad_bytes + each.optimizer_bytes for each in chain.stages)
-    if resident < budget / 2 or chain.compute_seconds > most_seconds:
+    if resident < (budget - chain.base_bytes) / 2 or chain.compute_seconds > most_seconds:
         return False
     return solution_for(chain, replace(settings, memory_budget=budget + resident)).seconds <= most_seconds
 
