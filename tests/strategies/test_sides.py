@@ -161,3 +161,9 @@ def test_moving_a_side_value_is_as_fast_as_the_fastest_of_all_ways(strategy, see
             best = min(seconds for peak, seconds in found.items() if peak <= budget)
             solution = solve(chain, memory_budget=budget, strategy=strategy, bandwidth=bandwidth)
             assert solution.seconds <= best + 1e-9
+
+
+def test_pofo_passes_over_what_does_not_fit_after_all():
+    chain = random_chain(100, 3, features=("side values", "freed early"))
+    least = minimum_bytes(chain, "pofo", 3)
+    assert solve(chain, memory_budget=least, strategy="pofo", bandwidth=3).peak_bytes <= least

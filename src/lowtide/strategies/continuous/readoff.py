@@ -41,6 +41,10 @@ class ContinuousPlan:
     seconds: float
 
 
+class NoRoomError(Exception):
+    """A search took steps that do not fit: it counts stages that free what they saved early, and side values, apart."""
+
+
 def read_off(
     chain: ChainArrays, blocks: Blocks, steps: Sequence[ContinuousStep], memory_bytes: int, bandwidth: float
 ) -> ContinuousPlan:
@@ -52,6 +56,9 @@ def read_off(
         steps: what the forward phase does.
         memory_bytes: M, without what is fixed; the steps fit.
         bandwidth: β, bytes per second, above 0.
+
+    Raises:
+        NoRoomError: if they do not fit.
     """
     n = chain.output.size - 1
     stored, leaving, arriving, seconds = 0, 0.0, 0.0, 0.0
@@ -123,6 +130,8 @@ def _read_block(chain: ChainArrays, blocks: Blocks, i: int, j: int, room: int, a
     """The operations of the backward phase of i..j, and their time (appendix B.3)."""
     bandwidth = blocks.bandwidth
     decision = decide_block(chain, blocks, i, j, room, arriving)
+    if not decision:
+        raise NoRoomError(f"stages {i} to {j} do not fit in {room} bytes")
     if decision < 0:
         v = -1 - decision
         backward = float(chain.backward_seconds[i, v])

@@ -8,6 +8,7 @@ either search meets only a small part of the states.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from lowtide.schedule import Backward, Forward
 from lowtide.strategies.continuous.backward import Blocks, blocks_of
 from lowtide.strategies.continuous.bounds import Bounds, bounds_of, least_forward, least_rest, rest_of
 from lowtide.strategies.continuous.forward import KIND, MOVED, PARENT, STAGE, Found, search
-from lowtide.strategies.continuous.readoff import ContinuousPlan, ContinuousStep, read_off
+from lowtide.strategies.continuous.readoff import ContinuousPlan, ContinuousStep, NoRoomError, read_off
 from lowtide.strategies.nested.costs import costs_of
 from lowtide.strategies.nested.table import Least, least_memory
 from lowtide.strategies.numerics.arrays import ChainArrays, Integers, arrays_of
@@ -117,10 +118,10 @@ class ContinuousModel:
 
     def _read_off(self, found: Found, blocks: Blocks, memory: int, num_plans: int) -> list[ContinuousPlan]:
         """The best of what a search found."""
-        plans = (
-            read_off(self.arrays, blocks, self._steps(found, end), memory, self.bandwidth)
-            for end in range(min(num_plans, found.totals.size))
-        )
+        plans = []
+        for end in range(min(num_plans, found.totals.size)):
+            with suppress(NoRoomError):
+                plans.append(read_off(self.arrays, blocks, self._steps(found, end), memory, self.bandwidth))
         return sorted(plans, key=lambda plan: plan.seconds)
 
     def _first_search(self, memory: int, slots: int, plain: float, known: float) -> tuple[float, Found | None]:
