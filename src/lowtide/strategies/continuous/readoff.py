@@ -42,7 +42,7 @@ class ContinuousPlan:
 
 
 class NoRoomError(Exception):
-    """A search took steps that do not fit: it counts stages that free what they saved early, and side values, apart."""
+    """A search took steps that do not fit, as was seen of chains with side values and stages that free memory early."""
 
 
 def read_off(
