@@ -19,6 +19,7 @@ from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
     as_timed,
+    clipping_seconds,
     could_be_faster,
     counted,
     host_bytes_of,
@@ -689,6 +690,12 @@ class _Trials:
         graphed = self._graphed.get(accept.index)
         refusal = "" if graphed is None else graphed.refusal
         notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
+        if self._moving is not None and not self._settings.step_in_backward:
+            clipping = format_seconds(clipping_seconds(priced, self._moving))
+            notes = (
+                *notes,
+                f"the prediction is without clipping, which reads gradients on the host: about {clipping} more",
+            )
         return Planned(
             self._split,
             priced,
