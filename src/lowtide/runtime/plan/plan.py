@@ -30,6 +30,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.bypass import WRAPPER_EXISTS, has_compiled_wrapper
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
@@ -212,6 +213,8 @@ class Plan:
         self._earlier = Counters()
         part.execution.install(self._call)
         self._attached = True
+        if has_compiled_wrapper(model):
+            _warn(WRAPPER_EXISTS)
 
     # What it is
 
