@@ -158,9 +158,10 @@ class Bench:
     Args:
         given: the command line.
         link: bytes per second each way while both are busy.
+        rows: of ways that trained before.
     """
 
-    def __init__(self, given: argparse.Namespace, link: float) -> None:
+    def __init__(self, given: argparse.Namespace, link: float, rows: list[Row]) -> None:
         self.given, self.link = given, link
         self.device, self.dtype = torch.device(given.device), getattr(torch, given.dtype)
         with Meter(self.device) as meter:
@@ -172,7 +173,7 @@ class Bench:
         print(f"{num_parameters / 1e9:.3f} G parameters, made in {time.perf_counter() - begin:.1f} s", flush=True)
         self.expected: list[int] | None = None
         self.plain_bytes = 0
-        self.rows: list[Row] = []
+        self.rows = rows
 
     def _made(self) -> nn.Module:
         given, size = self.given, SIZES.get(self.given.model)
@@ -310,14 +311,24 @@ class Bench:
             )
 
     def add_bounds(self) -> None:
-        """Print the rows once more, those of lowtide's with the bound."""
-        compute_seconds = next((row.seconds for row in self.rows if row.way == PLAIN), None) or self._measured_seconds()
-        for index, row in enumerate(self.rows):
-            if row.budget_bytes and compute_seconds:
-                in_backward = row.way.endswith(IN_BACKWARD)
-                least = bound(compute_seconds, row.away_bytes / self.link, in_backward=in_backward)
-                self.rows[index] = replace(row, bound_seconds=least)
-            print(line(self.rows[index]), flush=True)
+        """Print the rows once more, those of lowtide's with the bound, unless they had it at once."""
+        if self._plain_seconds() is not None:
+            return
+        compute_seconds = self._measured_seconds()
+        self.rows = [self._bounded(row, compute_seconds) for row in self.rows]
+        for row in self.rows:
+            print(line(row), flush=True)
+        save(self.given, self.rows)
+
+    def _bounded(self, row: Row, compute_seconds: float | None) -> Row:
+        if not (row.budget_bytes and compute_seconds):
+            return row
+        link_seconds = row.away_bytes / self.link
+        least = bound(compute_seconds, link_seconds, in_backward=row.way.endswith(IN_BACKWARD))
+        return replace(row, bound_seconds=least)
+
+    def _plain_seconds(self) -> float | None:
+        return next((row.seconds for row in self.rows if row.way == PLAIN), None)
 
     def _measured_seconds(self) -> float | None:
         """What the stages take one by one on a device that has room for the model, blocks forward twice."""
@@ -332,11 +343,18 @@ class Bench:
         return "equal" if checksums(self.model, optimizer) == self.expected else "OTHER"
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
-        print(line(row), flush=True)
+        self.rows.append(self._bounded(row, self._plain_seconds()))
+        print(line(self.rows[-1]), flush=True)
+        save(self.given, self.rows)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def save(given: argparse.Namespace, rows: list[Row]) -> None:
+    """Write the rows that there are, after each of them: a run that is cut short keeps what it has."""
+    if given.json is not None:
+        given.json.write_text(json.dumps({"given": vars(given) | {"json": ""}, "rows": [asdict(row) for row in rows]}))
 
 
 def line(row: Row) -> str:
@@ -490,8 +508,9 @@ def main() -> None:
     rows = [with_fsdp2(given)] if "fsdp2" in given.ways else []
     for row in rows:
         print(line(row), flush=True)
+    save(given, rows)
     if given.ways != ["fsdp2"]:
-        bench = Bench(given, link)
+        bench = Bench(given, link, rows)
         if "plain" in given.ways:
             bench.plainly()
         if "torchao" in given.ways:
@@ -500,9 +519,6 @@ def main() -> None:
             for way in [way for way in given.ways if way in ("default", "in-backward")]:
                 bench.within(budget, in_backward=way == "in-backward")
         bench.add_bounds()
-        rows += bench.rows
-    if given.json is not None:
-        given.json.write_text(json.dumps({"given": vars(given) | {"json": ""}, "rows": [asdict(r) for r in rows]}))
 
 
 if __name__ == "__main__":

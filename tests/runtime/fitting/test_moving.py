@@ -27,6 +27,7 @@ from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure import timing, weights
 from lowtide.runtime.measure.measure import capture_and_measure
 from lowtide.runtime.meter import Meter, exclude
+from lowtide.runtime.plan.steps import RealSteps
 from lowtide.units import format_bytes
 
 WIDTH, NUM_BLOCKS = 192, 3
@@ -298,6 +299,26 @@ def test_weights_move_where_nothing_else_stays_within_the_budget():
             for each, numbers in zip(given, expected, strict=True):
                 assert_equal(train(plan.model, optimizer, each, 2), numbers)
         assert plan.num_shapes == 2
+
+
+def test_what_steps_take_is_counted_once_weights_are_on_the_host(monkeypatch):
+    """On CUDA the allocator's peak begins with what is there when it is reset."""
+    model, optimizer = made(blocks)
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    forget, counted = RealSteps.forget, list[int]()
+
+    def num_there() -> int:
+        return sum(parameter.untyped_storage()._cdata in own for parameter in model.parameters())
+
+    def noted(steps: RealSteps) -> None:
+        counted.append(num_there())
+        forget(steps)
+
+    monkeypatch.setattr(RealSteps, "forget", noted)
+    budget = others_bytes() + resident_bytes(blocks) // 4
+    with lowtide.fit(model, batch(blocks), memory_budget=budget, bandwidth=LINK, loss=square, optimizer=optimizer):
+        assert counted == [num_there()]
+    assert counted[0] < len(own)
 
 
 def test_weights_stay_where_something_else_stays_within_the_budget():

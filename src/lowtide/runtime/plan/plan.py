@@ -30,6 +30,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.bypass import WRAPPER_EXISTS, has_compiled_wrapper
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
@@ -202,7 +203,6 @@ class Plan:
         self._structure = Structure(model)
         self._registered = self._structure.parameters()
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
-        self._steps = RealSteps(model, part.execution.machine.device, part.memory_budget)
         self._grads_resident = False
         self._ignores_settings = False
         self._num_by_settings = 0
@@ -211,7 +211,11 @@ class Plan:
         self._said_planning = self._said_optimizer = False
         self._earlier = Counters()
         part.execution.install(self._call)
+        # Weights that the schedule keeps on the host have left by now: they belong to no step.
+        self._steps = RealSteps(model, part.execution.machine.device, part.memory_budget)
         self._attached = True
+        if has_compiled_wrapper(model):
+            _warn(WRAPPER_EXISTS)
 
     # What it is
 
@@ -588,6 +592,7 @@ class Plan:
         ) as error:  # the plan that there is goes on
             self._part.refusal, self._has_larger_parameters = str(error), False
             self._part.said_bytes = self._part.peak_bytes
+            self._steps.forget()  # what planning took
             _warn(f"steps take more than was planned for, but planning again failed: {error}; training continues")
 
     def _plan_for_what_steps_showed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
