@@ -28,6 +28,7 @@ from lowtide import (
     simulate,
     solve,
 )
+from lowtide.strategies.continuous.search import ContinuousModel
 from lowtide.strategies.copies.gaps import Profile
 from lowtide.strategies.sides import freed
 
@@ -163,7 +164,11 @@ def test_moving_a_side_value_is_as_fast_as_the_fastest_of_all_ways(strategy, see
             assert solution.seconds <= best + 1e-9
 
 
-def test_pofo_passes_over_what_does_not_fit_after_all():
-    chain = random_chain(100, 3, features=("side values", "freed early"))
+@looped("seed", range(60))
+def test_pofo_reads_off_what_its_search_says_to_fit(seed):
+    chain = random_chain(seed, 3 + seed // 5 % 2, features=("side values", "freed early", "large extras"))
+    model = ContinuousModel.of(chain, 3, recompute=True)
+    assert Profile(chain, model.least_order()).need_bytes(None) <= model.minimum_bytes
     least = minimum_bytes(chain, "pofo", 3)
+    assert least <= model.minimum_bytes
     assert solve(chain, memory_budget=least, strategy="pofo", bandwidth=3).peak_bytes <= least

@@ -134,16 +134,18 @@ class _Work:
         """What the group needs in either phase, with everything else away."""
         arrays, first, last = self.arrays, group.first, group.last
         n = arrays.output.size - 1
-        beside, saved = int(arrays.standing[n]), int(arrays.saved[first, 0])
+        saved, beside = int(arrays.saved[first, 0]), arrays.standing_first
         uses = [
-            group.given_bytes + int(arrays.heavy_peak[first, 0]) + beside,
+            group.given_bytes + int(arrays.heavy_peak[first, 0] + beside[first]),
             group.given_bytes + int(arrays.backward_peak[first, 0]),
         ]
         if last > first:
             uses.append(saved + int(self.least.least_bytes[first + 1, last]))
         if first < last < n:
-            uses.append(saved + int(arrays.light_peak[first + 1]) + beside)
-            uses.extend(int(arrays.output[k - 1] + arrays.light_peak[k]) + beside for k in range(first + 2, last + 1))
+            uses.append(saved + int(arrays.light_peak[first + 1] + beside[first + 1]))
+            uses.extend(
+                int(arrays.output[k - 1] + arrays.light_peak[k] + beside[k]) for k in range(first + 2, last + 1)
+            )
         return self.fixed_bytes + max(uses)
 
 

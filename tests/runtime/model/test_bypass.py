@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -144,6 +145,31 @@ def test_compiling_under_a_plan_is_refused_and_says_what_to_do(way):
         torch.compile(network(), backend="eager")  # others are compiled as ever
     assert torch.compile is compile_before
     WAYS[way](model)
+
+
+def test_compiling_what_has_planned_parts_is_refused_and_another_model_of_these_parts_is_not():
+    model = network()
+    fine = Split(tuple(StageSplit(str(k), (Unit(f"{k}.0"), Unit(f"{k}.1"))) for k in range(3)))
+    with lowtide.attach(model, repeating(3), split=fine):
+        with pytest.raises(lowtide.PlanError, match=r"is part of a model that runs under a plan"):
+            model[1].compile(backend="eager")
+        torch.compile(nn.Sequential(*model), backend="eager")
+
+
+def test_a_compiled_wrapper_from_before_is_found():
+    model = Decorated()
+    wrapper = torch.compile(model, backend="eager")
+    with pytest.warns(lowtide.LowtideWarning, match=r"runs this model without the plan; call the model itself") as told:
+        plan = attached(model)
+    assert told[0].filename == __file__
+    wrapper(X).sum().backward()
+    assert plan.stats().num_steps == 0
+    plan.detach()
+    del wrapper, told
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        attached(model).detach()
 
 
 @pytest.mark.parametrize("first", [0, 1])

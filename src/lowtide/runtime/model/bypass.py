@@ -2,12 +2,14 @@
 
 A plan is met at the call of its model. Whoever calls `forward` directly never comes there, and neither does compiled
 code, which has the model's operations in it and none of its calls. The first is noticed when a unit is called; the
-second is refused by `torch.compile` itself, as long as a plan is attached.
+second is refused by `torch.compile` itself, as long as a plan is attached. What `torch.compile(model)` has returned
+before is looked for when a plan is attached.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
 import warnings
@@ -27,6 +29,11 @@ WHOLE_IS_COMPILED = (
     "compile_stages=True to compile its blocks"
 )
 
+WRAPPER_EXISTS = (
+    "what torch.compile(model) has returned before runs this model without the plan; call the model itself, and pass "
+    "compile_stages=True to fit to have it compiled"
+)
+
 
 class Bypass:
     """Warns, once, where a model's forward runs past its plan.
@@ -40,6 +47,11 @@ class Bypass:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._is_told = False
+
+    def is_of(self, part: nn.Module) -> bool:
+        """Whether a module is the model, or a part of it."""
+        model = self._model()
+        return model is not None and any(module is part for module in model.modules())
 
     def notice(self) -> None:
         """A unit is called outside of any step; that is a bypass where the model's own forward calls it."""
@@ -73,6 +85,12 @@ def _depth_of_forward(model: nn.Module) -> int | None:
         if code.co_varnames and frame.f_locals.get(code.co_varnames[0]) is model:
             return depth
     return None
+
+
+def has_compiled_wrapper(model: nn.Module) -> bool:
+    """Whether there is a module somewhere that `torch.compile(model)` has returned."""
+    holders = (each for each in gc.get_referrers(model) if isinstance(each, dict))
+    return any(each.get("_orig_mod") is model for each in holders)
 
 
 # torch.compile is replaced while plans are attached.
@@ -113,13 +131,17 @@ def _modules_compiled_with(target: Any) -> Iterator[nn.Module]:
 
 
 def _refuse_under_plan(module: nn.Module) -> None:
-    is_part = any(layer.rank is Rank.UNIT for layer in layers_of(module, Layer))
-    planned = (m for m in module.modules() if any(layer.rank is Rank.MODEL for layer in layers_of(m, Layer)))
-    found = module if is_part else next(planned, None)
+    found: tuple[nn.Module, str] | None = None
+    for each in module.modules():
+        for layer in layers_of(each, Layer):
+            bypass = getattr(layer, "bypass", None)
+            if layer.rank is Rank.MODEL:
+                found = each, "runs"
+            elif found is None and isinstance(bypass, Bypass) and bypass.is_of(module):
+                found = module, "is part of a model that runs"
     if found is None:
         return
-    what = "is part of a model that runs" if is_part else "runs"
     raise PlanError(
-        f"this {type(found).__name__} {what} under a plan, which compiled code would bypass; call plan.detach() and "
-        "pass compile_stages=True to fit, which compiles its blocks and plans with them"
+        f"this {type(found[0]).__name__} {found[1]} under a plan, which compiled code would bypass; call plan.detach() "
+        "and pass compile_stages=True to fit, which compiles its blocks and plans with them"
     )

@@ -30,6 +30,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.model.bypass import WRAPPER_EXISTS, has_compiled_wrapper
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.interception import handler_of
 from lowtide.runtime.model.sample import Sample
@@ -213,6 +214,8 @@ class Plan:
         # Weights that the schedule keeps on the host have left by now: they belong to no step.
         self._steps = RealSteps(model, part.execution.machine.device, part.memory_budget)
         self._attached = True
+        if has_compiled_wrapper(model):
+            _warn(WRAPPER_EXISTS)
 
     # What it is
 

@@ -9,10 +9,47 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lowtide.strategies.nested.costs import Costs
+from lowtide.strategies.nested.least import Least, least_memory
 from lowtide.strategies.numerics.arrays import ChainArrays, Floats, Integers
 from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 _NEVER = 2**62  # above the sum of any sizes a chain can have
+
+
+def least_blocks(chain: ChainArrays) -> Least:
+    """The least memory of the backward phase of every i..j, from the same figures as all that is searched and read off.
+
+    They count side values from above, `costs_of` counts them exactly; and every forward takes its full time here.
+    """
+    n = chain.output.size - 1
+    is_way = np.arange(chain.saved.shape[1]) < chain.num_variants[:, None]
+    is_way[0] = False
+    both = chain.forward_seconds + chain.backward_seconds
+    fastest = both.min(axis=1)
+    slower = (both - fastest[:, None])[is_way]
+    forward_until = chain.light_seconds.cumsum()
+    none = np.zeros((0, 0), np.int64)
+    return least_memory(
+        Costs(
+            saves_ahead=True,
+            activation=chain.output,
+            beside=chain.standing,
+            sides=none,
+            forward_extra=chain.light_peak - chain.output,
+            outliving=none,
+            outliving_saving=np.zeros(0, np.int64),
+            forward_until=forward_until,
+            split_until=np.concatenate(([0.0], forward_until[:-1])),
+            first_way=np.concatenate(([0], is_way.sum(axis=1).cumsum())),
+            way_saved=chain.saved[is_way],
+            way_forward=chain.heavy_peak[is_way],
+            way_backward=chain.backward_peak[is_way],
+            way_slower=slower,
+            way_slower_last=slower,
+            fastest_seconds=float(fastest[1 : n + 1].sum()),
+        )
+    )
 
 
 @kernel
@@ -23,26 +60,25 @@ def least_forward(chain: ChainArrays, least_block: Integers, recompute: bool) ->
 
     Args:
         chain: the network.
-        least_block: the least memory of the backward phase of i..j (`nested_table.Least.least_bytes`).
+        least_block: the least memory of the backward phase of i..j (`least_blocks`).
         recompute: False: every forward runs once.
     """
     n = chain.output.size - 1
     num_kinds = chain.saved.shape[1] + 1
     least = np.full((n + 2, num_kinds), np.int64(_NEVER))
     least[n + 1] = 0
-    beside = chain.standing[n]
     for i in range(n, 0, -1):
         for kind in range(num_kinds):
             given = chain.output[i - 1] if kind == 0 else chain.saved[i - 1, kind - 1]
             for v in range(chain.num_variants[i]):
-                own = given + max(chain.heavy_peak[i, v] + beside, chain.backward_peak[i, v])
+                own = given + max(chain.heavy_peak[i, v] + chain.standing_first[i], chain.backward_peak[i, v])
                 least[i, kind] = min(least[i, kind], max(own, least[i + 1, v + 1]))
             if not recompute:
                 continue
-            use = given + chain.light_peak[i] + beside
+            use = given + chain.light_peak[i] + chain.standing_first[i]
             for j in range(i, n):
                 if j > i:
-                    use = max(use, chain.output[j - 1] + chain.light_peak[j] + beside)
+                    use = max(use, chain.output[j - 1] + chain.light_peak[j] + chain.standing_first[j])
                 needs = max(use, given + least_block[i, j], least[j + 1, 0])
                 least[i, kind] = min(least[i, kind], needs)
     return least
@@ -72,7 +108,7 @@ def bounds_of(chain: ChainArrays, bandwidth: float) -> Bounds:
     n = chain.output.size - 1
     both = chain.forward_seconds + chain.backward_seconds
     own_saved = chain.saved[np.arange(n + 1), both.argmin(axis=1)]
-    own_saved[n] = np.maximum(chain.heavy_peak[n] + chain.standing[n], chain.backward_peak[n]).min()
+    own_saved[n] = np.maximum(chain.heavy_peak[n] + chain.standing_first[n], chain.backward_peak[n]).min()
     bargains = sorted(
         (-spared / max(extra, 1e-12), i, extra, spared) for i in range(1, n) for extra, spared in _bargains(chain, i)
     )

@@ -168,15 +168,14 @@ def _forwards(chain: ChainArrays, bandwidth: float) -> _Forwards:
     n = chain.output.size - 1
     seconds, lead = np.zeros((n + 2, n + 2)), np.zeros((n + 2, n + 2))
     use = np.zeros((n + 2, n + 2), dtype=np.int64)
-    beside = chain.standing[n]
     for i in range(1, n + 1):
         total = 0.0
         most = np.int64(0)
-        need = chain.light_peak[i] + beside
+        need = chain.light_peak[i] + chain.standing_first[i]
         first = need / bandwidth
         for k in range(i, n + 1):
             if k > i:
-                need = chain.output[k - 1] + chain.light_peak[k] + beside
+                need = chain.output[k - 1] + chain.light_peak[k] + chain.standing_first[k]
                 most = max(most, need)
                 first = max(first, need / bandwidth - total)
             total += chain.light_seconds[k]
@@ -224,7 +223,7 @@ def _after_all(work: _Work, pool: _Pool, row: int, v: int) -> Next:
     i, kind, stored = pool.numbers[row, STAGE], pool.numbers[row, KIND], pool.numbers[row, STORED]
     leaving, arriving = pool.amounts[row, LEAVING], pool.amounts[row, ARRIVING]
     used = stored + _given(chain, i, kind)
-    during_forward = used + chain.heavy_peak[i, v] + chain.standing[chain.output.size - 1]
+    during_forward = used + chain.heavy_peak[i, v] + chain.standing_first[i]
     during_backward = used + chain.backward_peak[i, v]
     if max(during_forward, during_backward) > memory:
         return np.inf, 0.0, 0.0
@@ -243,7 +242,7 @@ def _after_keep(work: _Work, pool: _Pool, begin: int, end: int, i: int, j: int, 
     """
     bandwidth, per_byte, block = work.bandwidth, work.per_byte, block_row(work.blocks, i, j)
     light, use, lead = work.forwards.seconds[i, j], work.forwards.use[i, j], work.forwards.lead[i, j]
-    own = work.chain.light_peak[i] + work.chain.standing[work.chain.output.size - 1]
+    own = work.chain.light_peak[i] + work.chain.standing_first[i]
     least = light + work.bounds.total[i]
     numbers, amounts = pool.numbers, pool.amounts
     for row in range(begin, end):

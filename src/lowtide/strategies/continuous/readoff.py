@@ -41,10 +41,6 @@ class ContinuousPlan:
     seconds: float
 
 
-class NoRoomError(Exception):
-    """A search took steps that do not fit, as was seen of chains with side values and stages that free memory early."""
-
-
 def read_off(
     chain: ChainArrays, blocks: Blocks, steps: Sequence[ContinuousStep], memory_bytes: int, bandwidth: float
 ) -> ContinuousPlan:
@@ -56,11 +52,7 @@ def read_off(
         steps: what the forward phase does.
         memory_bytes: M, without what is fixed; the steps fit.
         bandwidth: β, bytes per second, above 0.
-
-    Raises:
-        NoRoomError: if they do not fit.
     """
-    n = chain.output.size - 1
     stored, leaving, arriving, seconds = 0, 0.0, 0.0, 0.0
     given, name = int(chain.output[0]), ("a", 0)
     ahead: list[Computation] = []
@@ -71,7 +63,7 @@ def read_off(
         i, j = step.first, step.last
         if step.variant is not None:
             v = step.variant
-            during = int(chain.heavy_peak[i, v] + chain.standing[n])
+            during = int(chain.heavy_peak[i, v] + chain.standing_first[i])
             forward = float(chain.forward_seconds[i, v]) + max(0.0, (during + leaving - room) / bandwidth)
             late = (int(chain.backward_peak[i, v]) + arriving - room) / bandwidth
             backward = float(chain.backward_seconds[i, v]) + max(0.0, late)
@@ -98,10 +90,9 @@ def read_off(
 
 def _light_forwards(chain: ChainArrays, i: int, j: int, room: int, leaving: float, bandwidth: float) -> float:
     """The time of the light forwards i..j in the forward phase, waiting included (lemma 1)."""
-    n = chain.output.size - 1
     total, wait = 0.0, 0.0
     for k in range(i, j + 1):
-        need = int(chain.light_peak[k] + chain.standing[n] + (chain.output[k - 1] if k > i else 0))
+        need = int(chain.light_peak[k] + chain.standing_first[k] + (chain.output[k - 1] if k > i else 0))
         wait = max(wait, (need + leaving - room) / bandwidth - total)
         total += float(chain.light_seconds[k])
     return total + wait
@@ -130,8 +121,7 @@ def _read_block(chain: ChainArrays, blocks: Blocks, i: int, j: int, room: int, a
     """The operations of the backward phase of i..j, and their time (appendix B.3)."""
     bandwidth = blocks.bandwidth
     decision = decide_block(chain, blocks, i, j, room, arriving)
-    if not decision:
-        raise NoRoomError(f"stages {i} to {j} do not fit in {room} bytes")
+    assert decision, f"stages {i} to {j} do not fit in {room} bytes: this is a bug in lowtide"
     if decision < 0:
         v = -1 - decision
         backward = float(chain.backward_seconds[i, v])

@@ -8,7 +8,6 @@ either search meets only a small part of the states.
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +15,10 @@ import numpy as np
 from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward
 from lowtide.strategies.continuous.backward import Blocks, blocks_of
-from lowtide.strategies.continuous.bounds import Bounds, bounds_of, least_forward, least_rest, rest_of
+from lowtide.strategies.continuous.bounds import Bounds, bounds_of, least_blocks, least_forward, least_rest, rest_of
 from lowtide.strategies.continuous.forward import KIND, MOVED, PARENT, STAGE, Found, search
-from lowtide.strategies.continuous.readoff import ContinuousPlan, ContinuousStep, NoRoomError, read_off
-from lowtide.strategies.nested.costs import costs_of
-from lowtide.strategies.nested.table import Least, least_memory
+from lowtide.strategies.continuous.readoff import ContinuousPlan, ContinuousStep, read_off
+from lowtide.strategies.nested.least import Least
 from lowtide.strategies.numerics.arrays import ChainArrays, Integers, arrays_of
 
 # The paper's number of slots.
@@ -69,7 +67,7 @@ class ContinuousModel:
     def of(cls, chain: Chain, bandwidth: int, *, recompute: bool) -> ContinuousModel:
         """The model of a chain."""
         arrays = arrays_of(chain, variants=recompute)
-        least_block = least_memory(costs_of(chain, reruns=False))  # the continuous model runs every forward in full
+        least_block = least_blocks(arrays)
         least = least_forward(arrays, least_block.least_bytes, recompute)
         link = float(bandwidth)  # whole numbers beyond 64 bits do not go into compiled loops
         return cls(chain, link, recompute, arrays, least_block, least, bounds_of(arrays, link))
@@ -118,10 +116,10 @@ class ContinuousModel:
 
     def _read_off(self, found: Found, blocks: Blocks, memory: int, num_plans: int) -> list[ContinuousPlan]:
         """The best of what a search found."""
-        plans = []
-        for end in range(min(num_plans, found.totals.size)):
-            with suppress(NoRoomError):
-                plans.append(read_off(self.arrays, blocks, self._steps(found, end), memory, self.bandwidth))
+        plans = (
+            read_off(self.arrays, blocks, self._steps(found, end), memory, self.bandwidth)
+            for end in range(min(num_plans, found.totals.size))
+        )
         return sorted(plans, key=lambda plan: plan.seconds)
 
     def _first_search(self, memory: int, slots: int, plain: float, known: float) -> tuple[float, Found | None]:
@@ -180,29 +178,28 @@ class ContinuousModel:
     def _steps_of_least_memory(self) -> list[ContinuousStep]:
         """Decisions with which `minimum_bytes` suffice: everything that is kept is moved."""
         n, arrays, need = self.arrays.output.size - 1, self.arrays, int(self.least[1, 0])
-        beside = int(arrays.standing[n])
         i, kind = 1, 0
         steps: list[ContinuousStep] = []
         while i <= n:
             given = int(arrays.output[i - 1] if kind == 0 else arrays.saved[i - 1, kind - 1])
-            step = self._step_of_least_memory(i, given, need, beside)
+            step = self._step_of_least_memory(i, given, need)
             steps.append(step)
             i, kind = step.last + 1, 0 if step.variant is None else step.variant + 1
         return steps
 
-    def _step_of_least_memory(self, i: int, given: int, need: int, beside: int) -> ContinuousStep:
+    def _step_of_least_memory(self, i: int, given: int, need: int) -> ContinuousStep:
         """A decision for stage i with which `need` bytes still suffice, without recomputation where possible."""
         n, arrays = self.arrays.output.size - 1, self.arrays
         moved = i < n and given > 0
         ways = sorted(range(int(arrays.num_variants[i])), key=lambda v: float(np.sum(arrays.forward_seconds[i, v])))
         for v in ways:
-            own = given + max(int(arrays.heavy_peak[i, v]) + beside, int(arrays.backward_peak[i, v]))
+            own = given + max(int(arrays.heavy_peak[i, v] + arrays.standing_first[i]), int(arrays.backward_peak[i, v]))
             if max(own, int(self.least[i + 1, v + 1])) <= need:
                 return ContinuousStep(i, i, v, moved)
-        use = given + int(arrays.light_peak[i]) + beside
+        use = given + int(arrays.light_peak[i] + arrays.standing_first[i])
         for j in range(i, n):
             if j > i:
-                use = max(use, int(arrays.output[j - 1] + arrays.light_peak[j]) + beside)
+                use = max(use, int(arrays.output[j - 1] + arrays.light_peak[j] + arrays.standing_first[j]))
             if max(use, given + int(self.least_block.least_bytes[i, j]), int(self.least[j + 1, 0])) <= need:
                 return ContinuousStep(i, j, None, moved)
         raise AssertionError(f"no decision for stage {i} fits in {need} bytes: this is a bug in lowtide")

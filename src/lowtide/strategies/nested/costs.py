@@ -82,14 +82,13 @@ class Costs(NamedTuple):
         return len(self.activation) - 1
 
 
-def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, reruns: bool = True) -> Costs:
+def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -> Costs:
     """The numbers of a chain that nested schedules depend on.
 
     Args:
         chain: the network.
         saves_ahead: allow a forward `all` well before its backward (rotor); False: only right before it (revolve).
         variants: try every variant of a stage for `all`; False: variant 0 alone.
-        reruns: count forwards that may end early with `rerun_seconds`; False: every forward in full.
     """
     n = chain.num_stages
     made = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages]
@@ -100,9 +99,9 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True, r
     ways: list[_Way] = []
     first_way, fastest, fastest_last = [0, 0], [0.0], [0.0]
     for k, stage in enumerate(chain.stages, start=1):
-        during_backward = beside[k] + chain.gradient_bytes(k - 1) + made[k - 1] + int(made_gradients[k])
+        made_by_backward = chain.gradient_bytes(k - 1) + made[k - 1] + int(made_gradients[k])
         num_ways = stage.num_variants if variants else 1
-        own = [_way_of(stage, v, during_backward, may_end_early=reruns and k < n) for v in range(num_ways)]
+        own = [_way_of(stage, v, beside[k], made_by_backward, may_end_early=k < n) for v in range(num_ways)]
         fastest.append(min(way.seconds for way in own))
         fastest_last.append(min(way.last_seconds for way in own))
         ways += [
@@ -175,13 +174,13 @@ class _Way(NamedTuple):
     """The same where the stage is the last of s..t."""
 
 
-def _way_of(stage: Stage, variant: int, during_backward: int, *, may_end_early: bool) -> _Way:
+def _way_of(stage: Stage, variant: int, beside: int, made_by_backward: int, *, may_end_early: bool) -> _Way:
     way = stage.variant(variant)
     last_forward = way.rerun_seconds if may_end_early else way.forward_seconds
     return _Way(
         way.saved_bytes,
         way.saved_bytes + way.saving_extra_bytes,
-        way.saved_bytes + during_backward + way.backward_extra_bytes - way.freed_bytes,
+        way.saved_bytes + beside + way.backward_more_bytes(made_by_backward),
         way.forward_seconds + way.backward_seconds,
         last_forward + way.backward_seconds,
     )

@@ -4,7 +4,8 @@
 | --- | --- |
 | a^k | `output[k]`, k = 0..n |
 | ā^k of variant v | `saved[k, v]` |
-| δ^j and what else stands beside | `standing[j]`: delta[j], the weight gradients of all stages after j, side values |
+| δ^j and what else stands beside | `standing[j]`: delta[j], the weight gradients of all stages after j, side values;
+during the first forward of stage k, `standing_first[k]` |
 | M_{F_∅^k}, less δ^j and the stage's input | `light_peak[k]` = a[k] + forward_extra[k] |
 | M_{F_all^k}, less δ^j | `heavy_peak[k, v]` = abar[k] + saving_extra[k] |
 | M_{B_k} | `backward_peak[k, v]` = abar[k] + delta[k] + delta[k-1] + backward_extra[k] - freed_bytes[k] + weight
@@ -13,8 +14,8 @@ gradients from k on |
 The memory that the compiled loops share out is the budget less `Chain.fixed_bytes`. The input of a sub-chain is never
 in these figures; whatever keeps it counts it.
 
-Side values (see `lowtide.strategies.sides`) are counted from above: what a forward makes is in its peak, and in the
-forward phase all of them stand beside it. What the code around the stages holds (`Stage.outliving`) is not counted
+Side values (see `lowtide.strategies.sides`) are counted from above: what a forward makes is in its peak, also where it
+is there already. What the code around the stages holds (`Stage.outliving`) is not counted
 here: see `from_above`.
 """
 
@@ -42,6 +43,7 @@ class ChainArrays(NamedTuple):
 
     output: Integers
     standing: Integers
+    standing_first: Integers
     light_seconds: Floats
     light_peak: Integers
     forward_seconds: Floats
@@ -82,6 +84,7 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
     gradient = np.array([chain.gradient_bytes(k) for k in range(n + 1)], dtype=np.int64)
     standing = gradient + weight_grad.sum() - weight_grad.cumsum() + sides.standing_bytes(chain)
     made_beside, made_gradients = sides.made_bytes(chain), sides.made_gradient_bytes(chain)
+    standing_first = gradient[n] + np.concatenate(([0], made_beside.cumsum()[:-1]))
     output = np.array([chain.activation_bytes(k) for k in range(n + 1)], dtype=np.int64)
     light_seconds, light_peak = np.zeros(n + 1), np.zeros(n + 1, dtype=np.int64)
     forward_seconds, backward_seconds = np.zeros((n + 1, most)), np.zeros((n + 1, most))
@@ -101,6 +104,7 @@ def arrays_of(chain: Chain, *, variants: bool = True) -> ChainArrays:
     return ChainArrays(
         output,
         standing,
+        standing_first,
         light_seconds,
         light_peak,
         forward_seconds,
