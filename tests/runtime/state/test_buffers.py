@@ -5,10 +5,20 @@ training is equal with them: `tests/runtime/test_awkward.py`.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from tests.runtime.awkward.buffers import SHAPE, WIDTH, Banked, Counting, Quantized, Queued, bodies, two_forwards
+from tests.runtime.awkward.buffers import (
+    SHAPE,
+    WIDTH,
+    Banked,
+    Counting,
+    Quantized,
+    Queued,
+    bodies,
+    two_forwards,
+)
 from tests.runtime.schedules import repeating, repeating_all_but_the_last
 from tests.runtime.training import assert_equal, batches, train
 from torch import nn
@@ -165,6 +175,50 @@ def test_a_buffer_that_begins_to_change_without_a_version_is_found_within_a_roun
 
     with pytest.raises(lowtide.ExecutionError, match=r"stage '\d' changed '\d\.average' when it was recomputed"):
         round_of_steps()
+
+
+@pytest.mark.parametrize("kind", [Queued, Counting, Quantized, Banked])
+def test_large_buffers_between_units_are_copied_when_something_writes_to_them(kind, monkeypatch):
+    """The first step watches all operations, so that it need not copy all that any stage might change."""
+    monkeypatch.setattr("lowtide.runtime.state.environment._SMALL_BYTES", 0)
+    inputs = batches(SHAPE, 4)
+    model, split = made_in_stages(kind)
+    lowtide.attach(model, repeating(split.num_stages), split=split)
+    assert_equal(train(model, inputs), train(made(kind), inputs))
+
+
+@partial(torch.compile, backend="eager")
+def counted(count: torch.Tensor) -> None:
+    count.add_(1)
+
+
+class CountsInCompiledCode(Counting):
+    """The counter is written to by a function that is compiled, whose operations nobody sees."""
+
+    def forward(self, x):
+        x = self.body[1](self.body[0](x) * (1 + self.num_steps))
+        counted(self.num_steps)
+        return self.body[3](self.body[2](x) / (1 + self.num_steps))
+
+
+def test_a_large_buffer_that_compiled_code_between_units_writes_to(monkeypatch):
+    monkeypatch.setattr("lowtide.runtime.state.environment._SMALL_BYTES", 0)
+    inputs = batches(SHAPE, 4)
+    model, split = made_in_stages(CountsInCompiledCode)
+    lowtide.attach(model, repeating(split.num_stages), split=split)
+    assert_equal(train(model, inputs), train(made(CountsInCompiledCode), inputs))
+
+
+def test_a_large_buffer_that_no_stage_changes_is_not_copied_in_the_first_step_either(monkeypatch):
+    model, split = made_in_stages(Queued)
+    model.register_buffer("table", torch.zeros(300, 300))
+    lowtide.attach(model, repeating(split.num_stages), split=split)
+    copied = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda t, **options: (copied.append(t.shape), clone(t, **options))[1])
+    model(batches(SHAPE, 1)[0]).sum().backward()
+    assert copied.count((300, 300)) == 0
+    assert copied.count(model.queue.shape) > 0
 
 
 def test_buffers_that_do_not_change_are_not_copied(monkeypatch):

@@ -616,8 +616,9 @@ def test_a_counter_that_only_the_next_stage_reads_is_found_as_it_was():
 
 def test_statistics_that_nothing_reads_are_not_copied():
     module = Followed("none")
-    environment, seen = Environment([("m", module)] + [(f"m.{n}", m) for n, m in module.named_children()]), Writes()
+    environment = Environment([("m", module)] + [(f"m.{n}", m) for n, m in module.named_children()])
     mark = environment.mark()
+    seen = Writes(partial(environment.write_ahead, mark))
     with seen:
         module(X)
     environment.end(mark, 1, History(), seen)

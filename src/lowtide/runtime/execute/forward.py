@@ -112,11 +112,14 @@ class ExecutedForward(StagedForward):
             run.note_parameters(machine.parameters_of(k))
             self._before = self._random or machine.generators.state()
         environment = machine.environment_of(k)
-        self._mark = None if environment is None else environment.mark(others=step.read)
-        is_observed = self._mark is not None and self._mark.observes
-        self._writes = Writes() if is_observed and machine.can_be_watched(k) else None
-        if self.tape is not None and environment is not None and self._mark is not None:
-            self.tape.on_held = partial(self._note_held, environment, self._mark)
+        self._mark, self._writes = None, None
+        if environment is not None:
+            can_be_watched = machine.can_be_watched(k)
+            self._mark = environment.mark(others=step.read, can_be_watched=can_be_watched)
+            if self._mark.observes and can_be_watched:
+                self._writes = Writes(partial(environment.write_ahead, self._mark))
+            if self.tape is not None:
+                self.tape.on_held = partial(self._note_held, environment, self._mark)
 
     def _note_held(self, environment: Environment, mark: Mark, tensor: torch.Tensor) -> None:
         """The code between units is about to use a tensor that no stage has made."""

@@ -4,7 +4,8 @@ A recomputed stage must see its environment as in the first run, whatever has ch
 it. What stands in a cell is told by identity. What a tensor holds is told by its version, and where no
 version is counted (batch normalisation, observers of quantisation, `.data`) by what was seen when the stage first ran
 with these switches and functions: then operations are watched, and values compared. From then on only the tensors that
-change are copied first, and a buffer that the code between units uses for the first time. One that begins to change
+change are copied first, and a buffer that the code between units uses for the first time. What is large and outside of
+all units is copied in the watched run, too, only when an operation writes to it. One that begins to change
 later, by a switch that no cell holds, is known by a copy from before if it is small.
 """
 
@@ -135,10 +136,22 @@ class Mark:
     """An environment before a stage's first run.
 
     There are the tensors whose content may change, with labels and versions. Until the run has ended there are `copies`
-    of those that are expected to; then `stamps` say how often each was changed.
+    of those that are expected to, and of those in `uncopied` that an operation is about to write to; then `stamps` say
+    how often each was changed.
     """
 
-    __slots__ = ("copies", "expected", "kept", "labels", "observes", "stamps", "tensors", "unread", "versions")
+    __slots__ = (
+        "copies",
+        "expected",
+        "kept",
+        "labels",
+        "observes",
+        "stamps",
+        "tensors",
+        "uncopied",
+        "unread",
+        "versions",
+    )
 
     def __init__(self, kept: Look, own: Sequence[torch.Tensor], expected: Expected, *, observes: bool) -> None:
         self.kept = kept
@@ -148,6 +161,8 @@ class Mark:
         self.versions = versions_of(self.tensors)
         self.observes = observes
         self.copies: dict[int, torch.Tensor] = {}
+        self.uncopied: set[int] = set()
+        """Those that are copied when an operation writes to them, since all operations of the run are watched."""
         self.unread = [(own[index], name) for index, name in expected.unread.items()]
         """Those that the stage changes and that nothing depends on, with their names: they are not copied."""
         self.stamps: list[int] = []
@@ -203,12 +218,19 @@ class Environment:
 
     # Before and after a first run
 
-    def mark(self, *, observes: bool = False, others: Iterable[tuple[str, torch.Tensor]] = ()) -> Mark:
+    def mark(
+        self,
+        *,
+        observes: bool = False,
+        others: Iterable[tuple[str, torch.Tensor]] = (),
+        can_be_watched: bool = False,
+    ) -> Mark:
         """Note the environment before a first run; with `observes`, look in any case what the run changes.
 
         Args:
             observes: whether to do so.
             others: tensors of other stages that stages of this forward have read, with their names.
+            can_be_watched: whether `write_ahead` is told of each operation's writes if the mark observes.
         """
         look = self._cells.look()
         kept = look.kept()
@@ -233,8 +255,19 @@ class Environment:
             known = self._known[label.name]
             is_written = known.small is not None and known.small[1] != version  # by somebody else
             if observes or is_written or known.may_change(tensor):
-                mark.copies[index] = _copy_of(tensor)
+                is_watched = observes and can_be_watched and label.is_beside
+                if is_watched and not known.changes and not _is_small(tensor):
+                    mark.uncopied.add(index)  # every stage has all of them, and hardly any changes one
+                else:
+                    mark.copies[index] = _copy_of(tensor)
         return mark
+
+    def write_ahead(self, mark: Mark, tensors: Iterable[torch.Tensor]) -> None:
+        """An operation is about to write to some tensors: copy those of the mark that have their memory."""
+        addresses = set(map(_storage_of, tensors))
+        for index in [index for index in mark.uncopied if _storage_of(mark.tensors[index]) in addresses]:
+            mark.uncopied.remove(index)
+            mark.copies[index] = _copy_of(mark.tensors[index])
 
     def _unread_among(
         self, own: Sequence[torch.Tensor], labels: Sequence[Label], seen: Collection[str]
@@ -261,7 +294,8 @@ class Environment:
             index = len(mark.tensors)
             mark.add(tensor, name, version_of(tensor))
         known = self._known[name]
-        if index not in mark.copies and (not known.is_used or known.may_change(tensor)):
+        is_looked_after = index in mark.copies or index in mark.uncopied
+        if not is_looked_after and (not known.is_used or known.may_change(tensor)):
             mark.copies[index] = _copy_of(tensor)
         known.is_used = True
         return is_new
@@ -312,11 +346,10 @@ class Environment:
         mark.stamps = self._stamps_of(mark)
         if mark.observes:
             self._learn(mark, changed, () if writes is None else writes.unread)
-        for index, copy in mark.copies.items():
-            label, now = mark.labels[index], id(mark.tensors[index])
+        for index in (*mark.copies, *mark.uncopied):
+            label, now, copy = mark.labels[index], id(mark.tensors[index]), mark.copies.get(index)
             known = self._known[label.name]
-            is_small = copy.numel() * copy.element_size() <= _SMALL_BYTES  # a sparse one has no bytes of its own
-            if is_small and not known.changes:
+            if copy is not None and _is_small(copy) and not known.changes:
                 known.small = now, mark.versions[index], copy
             # Nothing is known of what a unit changes that the model left out.
             if ran is None or label.is_beside or any(label.name.startswith(f"{p}.".lstrip(".")) for p in ran):
@@ -539,6 +572,10 @@ def _copy_in(mark: Mark, index: int, known: Known) -> torch.Tensor | None:
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.detach() if tensor.requires_grad else tensor).clone()
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES  # a sparse one has no bytes of its own
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class Writes(TorchDispatchMode):
 
     Some write without counting a version: the statistics of batch normalisation, whose operation does not even declare
     it, and what observers of quantisation-aware training have seen.
+
+    Args:
+        ahead: called with what an operation is about to write to.
     """
 
     supports_higher_order_operators = True
@@ -37,8 +40,9 @@ class Writes(TorchDispatchMode):
         """Compiled code between units goes on running compiled; else an observed run would compute other bits."""
         return True
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: Callable[[list[torch.Tensor]], None]) -> None:
         super().__init__()
+        self._ahead = ahead
         self.addresses: set[int] = set()
         self._updated: set[int] = set()
         self._read: set[int] = set()
@@ -54,9 +58,10 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.addresses |= _storages(written_by(func, args, kwargs))
         given = _given(func, args, kwargs)
-        updated = updated_by(func, given)
+        updated, written = updated_by(func, given), written_by(func, args, kwargs)
+        self.addresses |= _storages(written)
+        self._ahead([*written, *(given[name] for name in updated if given[name] is not None)])
         self._updated |= _storages(value for name, value in given.items() if name in updated)
         self._read |= _storages(value for name, value in given.items() if name not in updated)
         return func(*args, **kwargs)
