@@ -339,9 +339,7 @@ def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
     return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
 
 
-def _ways_by_speed(
-    model: nn.Module, sample: Sample, settings: Settings, budgets: tuple[float, ...]
-) -> list[bool]:
+def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings, budgets: tuple[float, ...]) -> list[bool]:
     """Whether to compile in regions; first the way in which the stages of a model take less time without variants.
 
     What is compiled for this is compiled as it is beside the variants of these budgets.
