@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +52,8 @@ def compiled_whole(model: nn.Module, backend: str, memory_budget: float) -> Iter
     def call(**batch: Any) -> Any:
         return model(**batch)
 
-    # A code object of its own: compiled code is kept by code object, and each budget must be compiled anew.
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    # Compiled code is kept by code object: that of the call, and, where the model is not one graph (GPT-2 of
+    # transformers), that of its own forward, which would serve every budget as the first was compiled.
+    torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        yield torch.compile(own, dynamic=False, backend=backend)
+        yield torch.compile(call, dynamic=False, backend=backend)

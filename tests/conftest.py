@@ -1,19 +1,22 @@
 """For all tests: `--core`, and what keeps them short.
 
-What was imported is left out of garbage collections, devices that are missing are not seeded, and stages are timed in
-few runs.
+What was imported is left out of garbage collections, devices that are missing are not seeded, stages are timed in few
+runs, and what one worker compiles the others load.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("core"):
         sys.meta_path.insert(0, _NoTorch())
+    if hasattr(config, "workerinput"):
+        _compile_once()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -96,6 +101,27 @@ def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = sys.modules.get("lowtide.runtime.meter")
     if meter is not None:
         monkeypatch.setattr(meter, "_is_frozen", lambda: True)
+
+
+def _compile_once() -> None:
+    """Let workers that call a kernel for the first time wait for the one that compiles it, and load the result."""
+    from numba.core.dispatcher import Dispatcher
+
+    compile_alone, compiling = Dispatcher.compile, threading.local()
+
+    def compile_or_wait(self: Any, signature: Any) -> Any:
+        folder = self._cache.cache_path
+        if folder is None or getattr(compiling, "is_inside", False):
+            return compile_alone(self, signature)  # it is not kept on disk, or a part of what is being compiled
+        compiling.is_inside = True
+        try:
+            with Path(folder, f"{self.py_func.__module__}.{self.py_func.__qualname__}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                return compile_alone(self, signature)
+        finally:
+            compiling.is_inside = False
+
+    Dispatcher.compile = compile_or_wait
 
 
 def _seed_no_missing_device() -> None:

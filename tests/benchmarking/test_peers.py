@@ -9,6 +9,8 @@ import torch
 from benchmarks import harness, peer_batches, peers
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
 from benchmarks.peer_run import Batches, batch_lines
+from benchmarks.peer_ways import compiled_whole
+from torch import nn
 
 from lowtide.runtime.fitting.largest import Search
 
@@ -71,6 +73,34 @@ def test_budgets_are_the_peers_peaks_each_once():
     ]
     assert peers.budgets_from(rows, compiled=False, shares=(0.5, 0.2)) == [1000, 500, 200]
     assert peers.budgets_from(rows, compiled=True, shares=()) == [300]
+
+
+class Broken(nn.Module):
+    """Is not one graph: what Dynamo compiles is its inner function."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+    def inner(self, x):
+        return self.layers(x).sum()
+
+
+def test_each_memory_budget_of_the_compiler_is_compiled_anew():
+    model, x, saved = Broken(), torch.randn(64, 8), []
+    for memory_budget in (1.0, 0.0):
+        sizes: list[int] = []
+        with (
+            compiled_whole(model, "aot_eager_decomp_partition", memory_budget) as call,
+            torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes) or t, lambda t: t),
+        ):
+            call(x=x)
+        saved.append(sum(sizes))
+    assert saved[1] < saved[0]
 
 
 def test_a_curve_goes_through_what_nothing_beats():

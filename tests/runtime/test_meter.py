@@ -181,6 +181,21 @@ def test_an_exception_closes_the_meter() -> None:
     assert torch.UntypedStorage.resize_ is plain
 
 
+def test_changes_count_in_versions_as_they_do_without_a_meter() -> None:
+    def versions() -> list[int]:
+        tensors = [torch.ones(4), torch.ones(4)]
+        torch._foreach_mul_(tensors, torch.tensor(2.0))
+        torch._foreach_zero_(tensors)
+        torch._foreach_lerp_(tensors, tensors, 0.5)
+        torch._foreach_add(tensors, tensors)
+        tensors[0].add_(1)
+        return [tensor._version for tensor in tensors]
+
+    plain = versions()
+    with Meter("cpu"):
+        assert versions() == plain
+
+
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ValueError, match="mps"):
         Meter("mps")

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from types import TracebackType
 from typing import Any, Protocol
@@ -41,14 +42,19 @@ _NO_TENSORS = frozenset(
     {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 
-# Storages that live in main memory but stand for another tier, for instance a mapped file.
+# Storages that stand for another tier: mapped files, and pinned memory that CUDA sees.
 _excluded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
 
 def exclude(tensor: torch.Tensor) -> torch.Tensor:
-    """Never count this tensor's storage on the CPU: it is on another tier (a mapped file). Returns the tensor."""
+    """Never count this tensor's storage: it is on another tier (a mapped file). Returns the tensor."""
     _excluded.add(tensor.untyped_storage())
     return tensor
+
+
+def is_excluded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is on another tier, so that no meter counts it."""
+    return tensor.layout is torch.strided and tensor.untyped_storage() in _excluded
 
 
 @contextmanager
@@ -336,6 +342,9 @@ class _WatchedAccount(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if _is_foreach_in_place(func):
+            # Else the operations that it is made of count what they change; below a mode they do not.
+            torch.autograd.graph.increment_version([each for each in args[0] if not each.is_inference()])
         if not self.is_open:
             return out
         # arguments too: from_numpy and other threads show up only here
@@ -392,6 +401,13 @@ class _WatchedAccount(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == self._device_type and storage._cdata in self._known:
             self._count(storage)
+
+
+@cache
+def _is_foreach_in_place(func: Any) -> bool:
+    """Whether an operation changes several tensors and does not count their versions itself."""
+    name = str(getattr(func, "_schema", "")).partition("(")[0].partition(".")[0]
+    return name.startswith("aten::_foreach_") and name.endswith("_")
 
 
 def _is_in_backward() -> bool:

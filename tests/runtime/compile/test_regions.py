@@ -97,6 +97,10 @@ class Counting:
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
 
+def regions_with(backend) -> dict[str, object]:
+    return {"compile_stages": {"regions": True, "backend": backend}}
+
+
 def auto_with(backend) -> dict[str, object]:
     return {"compile_stages": {"regions": "auto", "backend": backend}}
 
@@ -202,7 +206,7 @@ def test_fit_stores_everything_as_one_region_where_there_is_room(expected, tmp_p
     with lowtide.load_plan(tmp_path / "plan.json", again):
         assert_equal(train(again, texts()), expected)
     model = Language()
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         train(model, texts())
         assert len(backend.graphs) == 1
         train(model, texts(batch=3))  # of another shape, regions are single stages, which equal ones share
@@ -223,7 +227,7 @@ class WithScores(Language):
 
 def test_scores_that_are_returned_beside_the_loss_have_no_gradient_of_their_own() -> None:
     backend, model, text = Counting(), WithScores(dropout=0.0), texts(batch=64)[0]
-    with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         assert len(backend.graphs) == 2
         assert F.cross_entropy in backend.graphs[-1]
         plain = WithScores(dropout=0.0)
@@ -263,7 +267,7 @@ class ReadsOnHost(Language):
 
 def test_a_model_that_is_not_one_graph_has_its_blocks_compiled() -> None:
     backend, model = Counting(), ReadsOnHost()
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         assert regions_of(model) is None
         assert backend.graphs
         by_hand = ReadsOnHost()
@@ -305,7 +309,7 @@ def test_what_is_switched_off_is_told() -> None:
 
 def test_outside_of_training_the_model_is_as_it_is() -> None:
     backend, model, plain = Counting(), Language(), Language()
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)) as plan:
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **regions_with(backend)) as plan:
         num_graphs = len(backend.graphs)
         with torch.no_grad():
             assert torch.equal(model.eval()(texts()[0]), plain.eval()(texts()[0]))
@@ -321,7 +325,7 @@ class TwoTexts(Language):
 def test_a_tensor_that_is_given_twice_is_compiled_once() -> None:
     backend, model, text = Counting(), TwoTexts(), texts()[0]
     batch = {"text": text, "labels": text}
-    with lowtide.fit(model, batch, memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    with lowtide.fit(model, batch, memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         num_graphs = len(backend.graphs)
         model(**batch).backward()
         assert len(backend.graphs) == num_graphs
@@ -358,14 +362,19 @@ def _timed(monkeypatch):
     monkeypatch.setattr(trials, "_is_timed", lambda device: True)
 
 
+def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
+    model = Language()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, compile_stages={"backend": BACKEND}):
+        assert regions_of(model) is None
+
+
 @pytest.mark.usefixtures("_timed")
 def test_what_trials_compile_is_bounded() -> None:
-    backend, model = Counting(), Language(depth=8, dropout=0.0)
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    backend, model, options = Counting(), Language(depth=8, dropout=0.0), {**OPTIONS, "variants": True}
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **options, **auto_with(backend)):
         assert len(backend.graphs) == 3  # all as one; the first block, which has what comes before it, and another one
         model(texts()[0]).backward()
         assert len(backend.graphs) == 3
-    options = {**OPTIONS, "variants": True}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, texts(batch=64)[0], memory_budget=1, **options, **auto_with(BACKEND))
     backend, model = Counting(), Language(depth=8, dropout=0.0)
@@ -445,20 +454,30 @@ def test_the_faster_way_gets_the_variants(monkeypatch) -> None:
     for regions in (True, False):
         monkeypatch.setattr(trials, "measured_for", slower(regions))
         settings = dataclasses.replace(SETTINGS, compilation=compilation)
-        assert trials._ways_by_speed(model, Sample.of(texts()[0]), settings) == [not regions, regions]
+        assert trials._ways_by_speed(model, Sample.of(texts()[0]), settings, (0.5,)) == [not regions, regions]
         assert regions_of(model) is None
     assert [each.regions for each in asked] == [True, False] * 2
     assert not any(each.budgets for each in asked)
     settings = dataclasses.replace(SETTINGS, compilation=compilation)
-    assert trials._ways_by_speed(ReadsOnHost(), Sample.of(texts()[0]), settings) == [False]
+    assert trials._ways_by_speed(ReadsOnHost(), Sample.of(texts()[0]), settings, (0.5,)) == [False]
+
+
+def test_variants_that_are_compiled_are_as_many_as_equal_blocks_share() -> None:
+    budgets = (0.8, 0.6, 0.4, 0.0)
+    found = [trials._few_of(budgets, most) for most in range(-1, 6)]
+    assert found == [(), (), (0.8,), (0.8, 0.0), (0.8, 0.6, 0.0), budgets, budgets]
+    assert trials._few_of((), 3) == ()
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (True, False),
+        (True, "auto"),
+        ({}, "auto"),
         ({"regions": "auto"}, "auto"),
-        ({"regions": "auto", "dynamic": True}, False),
+        ({"regions": False}, False),
+        ({"regions": True}, True),
+        ({"dynamic": True}, False),
         ({"mode": "x"}, False),
     ],
 )
@@ -529,7 +548,7 @@ def test_settings_of_the_compiler_can_be_copied_sorted_and_written(monkeypatch) 
         return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
     model = Telling()
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **auto_with(backend)):
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         assert regions_of(model) is not None
         assert max(found) >= 2
         model(texts()[0]).backward()

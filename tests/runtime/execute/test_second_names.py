@@ -4,6 +4,7 @@ plan, wherever the memory is.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -347,6 +348,7 @@ def a_module_that_keeps_a_view_of_its_weight(model, optimizer, attach):
     return [*seen, *weights(model)]
 
 
+@functools.cache
 def resident() -> Schedule:
     """As `joint` has it: some of what moves is on the device when a step begins, and when its forward ends."""
     stages = [lowtide.Stage(str(k), 1.0, 2.0, 8, 8, weight_bytes=80, optimizer_bytes=160) for k in range(NUM_BLOCKS)]
@@ -357,21 +359,22 @@ def resident() -> Schedule:
     return schedule
 
 
-SCHEDULES = {
-    "stored": parking(storing(NUM_BLOCKS)),
-    "recomputed": parking(recomputing(NUM_BLOCKS)),
-    "resident": resident(),
+# Made when they are needed: a solver is compiled for the last one, which is nothing for collecting tests to wait for.
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "stored": lambda: parking(storing(NUM_BLOCKS)),
+    "recomputed": lambda: parking(recomputing(NUM_BLOCKS)),
+    "resident": resident,
 }
 
 
-def ran(name: str, schedule: Schedule | None) -> list[Any]:
+def ran(name: str, schedule: Callable[[], Schedule] | None) -> list[Any]:
     model = blocks()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     plans: list[lowtide.Plan] = []
 
     def attach() -> None:
         if schedule is not None:
-            plans.append(lowtide.attach(model, schedule, optimizer=optimizer))
+            plans.append(lowtide.attach(model, schedule(), optimizer=optimizer))
 
     return LOOPS[name](model, optimizer, attach)
 
@@ -421,7 +424,7 @@ def test_detaching_leaves_what_has_a_second_name_where_that_is():
 
 def test_other_memory_for_a_weight_is_refused():
     model = blocks()
-    with lowtide.attach(model, SCHEDULES["stored"], optimizer=torch.optim.Adam(model.parameters())):
+    with lowtide.attach(model, SCHEDULES["stored"](), optimizer=torch.optim.Adam(model.parameters())):
         model[1][0].weight.data = model[1][0].weight.data * 0.5
         with pytest.raises(PlanError, match=r"parameter '1\.0\.weight' was moved or given other memory"):
             model(next(data()))
@@ -492,7 +495,7 @@ def test_hooks_see_one_step_with_all_groups(schedule, are_late):
 
         return hooked_loop(model, optimizer, attach, are_late=are_late)
 
-    assert run(SCHEDULES[schedule]) == run(None)
+    assert run(SCHEDULES[schedule]()) == run(None)
 
 
 def test_optimizers_of_one_class_with_plans_of_their_own():
@@ -515,8 +518,8 @@ def test_optimizers_of_one_class_with_plans_of_their_own():
     expected = train(*make())
     (first, first_optimizer), (second, second_optimizer), other = make(), make(), make()
     cells = [cell.cell_contents for cell in Mine.step.__closure__]
-    one = lowtide.attach(first, SCHEDULES["stored"], optimizer=first_optimizer)
-    two = lowtide.attach(second, SCHEDULES["recomputed"], optimizer=second_optimizer)
+    one = lowtide.attach(first, SCHEDULES["stored"](), optimizer=first_optimizer)
+    two = lowtide.attach(second, SCHEDULES["recomputed"](), optimizer=second_optimizer)
     assert train(first, first_optimizer) == expected
     assert train(*other) == expected
     one.detach()
@@ -530,7 +533,7 @@ def test_a_plan_that_nobody_detaches_goes_with_its_model():
     model = blocks()
     optimizer = torch.optim.RAdam(model.parameters())
     step = torch.optim.RAdam.step
-    lowtide.attach(model, SCHEDULES["stored"], optimizer=optimizer)
+    lowtide.attach(model, SCHEDULES["stored"](), optimizer=optimizer)
     assert step in stepping._all_followed
     loss_of(model, next(data())).backward()
     optimizer.step()

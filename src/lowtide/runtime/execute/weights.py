@@ -234,7 +234,8 @@ class Parked:
     def make_room(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
         """Take the room on the lower tier now: taken between activations that come and go, it would leave gaps."""
         for key, tensor in tensors:
-            self._places.setdefault(key, self._tier.mirror(tensor))
+            if key not in self._places:
+                self._places[key] = self._tier.mirror(tensor)
 
     def forget(self) -> None:
         """Hold no memory of the user's any more."""
@@ -475,7 +476,7 @@ class Weights:
         """
         assert self.optimizer is not None
         for parameter in (parameter for own in self.parameters.values() for parameter in own):
-            if not self.optimizer.state.get(parameter):
+            if parameter.requires_grad and not self.optimizer.state.get(parameter):
                 num_tensors = state_bytes.get(id(parameter), 0) // max(1, parameter.nbytes)
                 self._stand_ins[id(parameter)] = [self._at_home(parameter) for _ in range(num_tensors)]
 

@@ -107,10 +107,10 @@ def fit(
             and visit the device, which never has the model as a whole. None: where the model is.
         keeps_result: the training loop holds the model's result while backward runs (`output = model(x)`); False if
             only the loss is left by then (`model(x).loss.backward()`).
-        compile_stages: compile each block (`torch.compile`), and a large loss in the model's forward, and plan with
-            what is compiled; a mapping holds options for `torch.compile`, and `"regions": True` to compile all that the
-            model does, joined where the schedule treats stages alike (`"auto"`: if trials on CUDA show that it is
-            faster).
+        compile_stages: compile the model (`torch.compile`) and plan with what is compiled: each block, and a large loss
+            in the model's forward; or, if trials on CUDA show that it is faster, all that the model does, joined where
+            the schedule treats stages alike. A mapping holds options for `torch.compile`, and `"regions": True` or
+            `False` for one of these two.
         variants: with `compile_stages`, also compile each block so that it saves less and recomputes more inside its
             own backward, and let the solver choose block by block among those with the same gradients;
             `"rounding"`: also among those whose gradients differ by rounding; False: compile in one way only.
@@ -264,9 +264,9 @@ def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str)
 
 
 def _regions(compile_stages: bool | Mapping[str, Any]) -> bool | str:
-    """Whether the model is compiled in regions, as the options say."""
+    """Whether the model is compiled in regions, as the options say; else as trials show."""
     given = compile_stages if isinstance(compile_stages, Mapping) else {}
-    regions: bool | str = given.get(_REGIONS, False)
+    regions: bool | str = given.get(_REGIONS, AUTO)
     if regions not in (True, False, AUTO):
         raise PlanError(f"regions is {shown(regions)}, expected True, False or {AUTO!r}")
     options = _compile_options(given)

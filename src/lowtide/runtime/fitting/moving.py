@@ -17,6 +17,7 @@ from lowtide.runtime.execute.program import (
     with_late_fetches,
 )
 from lowtide.runtime.execute.stepping import check_can_move, movable_parameters
+from lowtide.runtime.execute.weights import MANAGED
 from lowtide.runtime.fitting.solving import Settings, solution_for, with_even_times
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, update_figures, updates_of
 from lowtide.runtime.model.split import Split
@@ -41,6 +42,10 @@ _NUM_LATE = 8
 # of such schedules were seen to take up to 28 % longer than simulated on an H200 and 2 % longer than trial steps, and
 # loops have more to heed while weights move.
 _WORTH = 0.9
+
+# The share of a budget that is left at the least when a trial step has corrected the prediction: as close as that
+# predictions are promised to be.
+_LEFT = 0.95
 
 # An activation is some storages, each of which takes whole blocks of the lower tier: so many blocks more at the most.
 _PIECES = 32
@@ -156,7 +161,9 @@ def _room(tensor: torch.Tensor) -> int:
 def joint_solution(moving: Moving, settings: Settings) -> Solution:
     """The fastest schedule found within the budgets of device and host, the optimizer's own memory included.
 
-    Where the host has no room for activations besides, they stay on the device.
+    Where the host has no room for activations besides, they stay on the device. If the device has none, either, as few
+    of them move as possible, the same ones whatever stages were measured to take: the next `fit` does not refuse the
+    host memory that this one has named.
 
     Raises:
         InfeasibleBudgetError: with the least budget that works.
@@ -164,27 +171,52 @@ def joint_solution(moving: Moving, settings: Settings) -> Solution:
     solution = _within_budget(moving, settings)
     if _has_room(moving, solution, settings):
         return solution
+    other = _staying(moving, settings) or _moving_little(moving, settings)
+    if not _has_room(moving, other, settings):
+        raise _short_of_host(_enough_host_bytes(moving, settings), settings)
+    return other
+
+
+def _staying(moving: Moving, settings: Settings) -> Solution | None:
+    """A schedule whose activations stay on the device; None: it has no room for them."""
     try:
-        staying = _within_budget(replace(moving, moves_activations=False), settings)
-    except InfeasibleBudgetError:  # the device has no room for them, either
-        raise _short_of_host(_host_bytes(moving, solution), settings) from None
-    if not _has_room(moving, staying, settings):
-        # With room for all of them there is a schedule, whatever stages are measured to take the next time.
-        all_bytes = sum(moving.mirror_bytes.values())
-        used_up = sum(room for (kind, _), room in moving.mirror_bytes.items() if kind == "g")
-        raise _short_of_host(all_bytes - (used_up if settings.step_in_backward else 0), settings)
-    return staying
+        return _within_budget(replace(moving, moves_activations=False), settings)
+    except InfeasibleBudgetError:
+        return None
+
+
+def _moving_little(moving: Moving, settings: Settings) -> Solution:
+    """A schedule with which whatever can stay does: one for computations that take as long as a byte on the link."""
+    found = _within_budget(_with_times(moving, 1 / moving.bandwidth), settings)
+    return counted(found.on(moving.chain), moving)
+
+
+def _enough_host_bytes(moving: Moving, settings: Settings) -> int:
+    """Host memory that is enough in each `fit`, also if trial steps show that less of the budget is left than was
+    predicted: with room for all weights, gradients and optimizer state there is a schedule if activations can stay, and
+    else none needs more than the leanest.
+    """
+    less = replace(settings, memory_budget=int(settings.memory_budget * _LEFT))
+    if _staying(moving, less) is not None:
+        return _mirror_bytes(moving, settings)
+    leanest = _leanest(_with_times(moving, 1 / moving.bandwidth), settings)
+    return max(_host_bytes(moving, each) for each in (leanest, _moving_little(moving, settings)))
+
+
+def _mirror_bytes(moving: Moving, settings: Settings) -> int:
+    """The room on the lower tier of all that may move but for activations."""
+    kinds = ("w", "opt") if settings.step_in_backward else MANAGED  # else gradients are used up
+    return sum(room for (kind, _), room in moving.mirror_bytes.items() if kind in kinds)
 
 
 def _within_budget(moving: Moving, settings: Settings) -> Solution:
     """The fastest schedule found within the budget of the device."""
     budget, steps = settings.memory_budget, max(*moving.step_bytes, moving.rest_bytes)
-    even = _with_even_times(moving)
-    minimum = _minimum_bytes(even, settings)
+    minimum = _minimum_bytes(_with_even_times(moving), settings)
     # The leanest schedule takes little more than its passes and any step: where that fits, another one mostly does.
     solution = _fastest(moving, settings, minimum, steps) if budget >= minimum + steps else None
     if solution is None:
-        leanest = counted(_solved(even, settings, minimum).on(moving.chain), moving)
+        leanest = _leanest(moving, settings)
         if budget < leanest.peak_bytes:
             raise InfeasibleBudgetError(
                 f"budget {format_bytes(budget)} ({budget} bytes) is below the {format_bytes(leanest.peak_bytes)} "
@@ -195,6 +227,11 @@ def _within_budget(moving: Moving, settings: Settings) -> Solution:
         solution = _fastest(moving, settings, minimum, steps) if budget < minimum + steps else None
         solution = solution or leanest
     return replace(solution, memory_budget=budget)
+
+
+def _leanest(moving: Moving, settings: Settings) -> Solution:
+    even = _with_even_times(moving)
+    return counted(_solved(even, settings, _minimum_bytes(even, settings)).on(moving.chain), moving)
 
 
 def _fastest(moving: Moving, settings: Settings, minimum: int, steps: int) -> Solution | None:
@@ -214,8 +251,12 @@ def _fastest(moving: Moving, settings: Settings, minimum: int, steps: int) -> So
 
 def _with_even_times(moving: Moving) -> Moving:
     """For the leanest schedule, which is the same whatever stages and updates were measured to take."""
-    even = with_even_times(moving.chain, moving.bandwidth)
-    seconds = even.stages[0].forward_seconds
+    return _with_times(moving, with_even_times(moving.chain, moving.bandwidth).stages[0].forward_seconds)
+
+
+def _with_times(moving: Moving, seconds: float) -> Moving:
+    """As if each computation and each update took so long."""
+    even = moving.chain.with_times(lambda _: seconds, lambda _: seconds)
     stages = tuple(replace(stage, update_seconds=seconds) for stage in even.stages)
     return moving.with_chain(replace(even, stages=stages))
 
@@ -306,13 +347,20 @@ def could_be_faster(alone: Solution, chain: Chain, settings: Settings) -> bool:
 
 def is_faster(alone: Solution, moved: Solution, moving: Moving) -> bool:
     """Whether a schedule that moves weights is so much faster that it is worth it, and not slower in a loop that clips
-    gradients: those on the host are then read, and read and written, over the link, and others copied once more.
+    gradients.
+    """
+    seconds = seconds_with_updates(alone, moving)
+    return moved.seconds <= _WORTH * seconds and moved.seconds + clipping_seconds(moved, moving) <= seconds
+
+
+def clipping_seconds(moved: Solution, moving: Moving) -> float:
+    """About what clipping adds to a step: gradients on the host are read, and read and written, over the link, and
+    others are copied there once more in their update.
     """
     stages, operations = moving.chain.stages, moved.schedule.operations
     away = {operation.stage for operation in operations if isinstance(operation, Release) and operation.kind == "g"}
-    clipped = sum(stage.weight_grad_bytes * (2 if k in away else 1) for k, stage in enumerate(stages, start=1))
-    seconds = seconds_with_updates(alone, moving)
-    return moved.seconds <= _WORTH * seconds and moved.seconds + clipped / moving.bandwidth <= seconds
+    num_bytes = sum(stage.weight_grad_bytes * (2 if k in away else 1) for k, stage in enumerate(stages, start=1))
+    return num_bytes / moving.bandwidth
 
 
 def seconds_with_updates(alone: Solution, moving: Moving) -> float:

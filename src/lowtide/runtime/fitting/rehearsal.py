@@ -18,7 +18,7 @@ from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
-from lowtide.runtime.meter import Meter
+from lowtide.runtime.meter import Meter, is_excluded
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.state.cells import Cells, Look, is_settings
@@ -106,12 +106,13 @@ def rehearse(
             return plain(*args, **kwargs)
         return (replays or holder)[0].call(plain, args, kwargs)
 
+    let_go(device)  # also the last trial's room on the lower tier
     holder.append(execution_for())
-    let_go(device)
     set_aside_bytes = _gradient_bytes(model)
     state = _state_to_come(model, step)
     found = Cells(model.named_modules()).look()
     with preserved(model), torch.enable_grad():
+        _set_gradients(model, resident=False)  # the user's are no part of the trial, and do not move with it
         holder[0].install(call)
         try:
             _set_gradients(model, resident=step.grads_resident)
@@ -310,4 +311,6 @@ def _carried(model: nn.Module) -> dict[int, int]:
 
 
 def _gradient_bytes(model: nn.Module) -> int:
-    return sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+    """What gradients take that a meter of the device counts."""
+    gradients = (parameter.grad for parameter in model.parameters())
+    return sum(g.numel() * g.element_size() for g in gradients if g is not None and not is_excluded(g))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -19,6 +20,7 @@ from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
     as_timed,
+    clipping_seconds,
     could_be_faster,
     counted,
     host_bytes_of,
@@ -83,6 +85,10 @@ _LEAST_OF_EAGER = 0.5
 _MOST_DIFFERENT = 16
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
+
+# Where trials decide, each kind of stage is compiled in two ways, and the whole model once: so many stages of each kind
+# make that twice the model.
+_FEWEST_ALIKE = 2
 
 # Steps that are timed to tell two ways to compile apart.
 _NUM_TIMED = 5
@@ -263,19 +269,23 @@ def _compiled_plan(
 ) -> tuple[Planned, CompiledModel]:
     """A plan for compiled stages, in regions or block by block.
 
-    Where trials decide, what they compile is bounded: the whole model as one region, beside blocks that share their
-    compilations; where that does not fit, the stages in both ways without variants, and one way with them.
+    Where trials decide, they compile at most about as much as twice the model: the whole model as one region, beside
+    blocks that share their compilations, without variants where that tells which is faster; where the whole does not
+    fit, the stages in both ways without variants, and one way with as many as there are equal blocks to share them.
     """
     compilation = settings.compilation
     assert compilation is not None
     decides = settings.regions == AUTO and _is_timed(device_of(model))
-    repeats = not decides or _stages_repeat(model, sample, settings)
+    num_alike = _num_alike(model, sample, settings) if decides else 2**30
+    repeats = num_alike >= _FEWEST_ALIKE
+    budgets = _few_of(compilation.budgets, num_alike - _FEWEST_ALIKE)
 
-    def planned_with(*, regions: bool, accepts: bool = goes_on) -> tuple[Planned, CompiledModel]:
-        chosen = replace(settings, compilation=replace(compilation, regions=regions))
-        if not repeats:  # there is nothing to share: a few large regions are compiled sooner than many small ones
-            few = _MOST_DIFFERENT if regions else 0
-            chosen = replace(chosen, compilation=replace(compilation, regions=regions, budgets=()), most_stages=few)
+    def planned_with(
+        *, regions: bool, budgets: tuple[float, ...] = budgets, accepts: bool = goes_on
+    ) -> tuple[Planned, CompiledModel]:
+        chosen = replace(settings, compilation=replace(compilation, regions=regions, budgets=budgets))
+        if regions and not repeats:  # there is nothing to share: a few large regions are compiled sooner than many
+            chosen = replace(chosen, most_stages=_MOST_DIFFERENT)
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
         try:
@@ -284,15 +294,23 @@ def _compiled_plan(
             compiled.remove()
             raise
 
-    if not settings.regions:
+    def blocks_beside(whole: Planned) -> tuple[Planned, CompiledModel]:
+        found = planned_with(regions=False, budgets=())
+        is_slowed = found[0].solution.trace.num_recomputed > 0 and budgets
+        if not is_slowed or found[0].chain.compute_seconds >= whole.solution.seconds:
+            return found
+        found[1].remove()
+        return planned_with(regions=False)
+
+    if not (decides or settings.regions is True):
         return _advised(planned_with(regions=False), sample)
     whole = _as_one_region(model, sample, settings, tier) if after is None else None
     if not decides:
         return whole or planned_with(regions=True)
     if whole is not None:
-        return _advised(_faster(whole, lambda: planned_with(regions=False)), sample) if repeats else whole
+        return _advised(_faster(whole, partial(blocks_beside, whole[0])) if repeats else whole, sample)
     refused: list[tuple[int, str]] = []
-    ways = _ways_by_speed(model, sample, settings) if repeats else [True, False]
+    ways = _ways_by_speed(model, sample, settings, budgets) if repeats else [True, False]
     for regions in ways:
         try:
             return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
@@ -301,17 +319,27 @@ def _compiled_plan(
     raise _refusal(refused, settings.memory_budget)
 
 
-def _stages_repeat(model: nn.Module, sample: Sample, settings: Settings) -> bool:
-    """Whether most stages are like others, whose compilations they share."""
+def _num_alike(model: nn.Module, sample: Sample, settings: Settings) -> int:
+    """How many stages share one compilation, on average."""
     split, _ = capture_for(lambda split: None, model, sample, loss=settings.loss, blocks=True)
-    return 2 * split.num_kinds <= split.num_stages
+    return split.num_stages // max(1, split.num_kinds)
 
 
-def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings) -> list[bool]:
-    """Whether to compile in regions; first the way in which the stages of a model take less time without variants."""
+def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
+    """The variants that are compiled where there may be so many: those that save the least and the most come first."""
+    by_use = sorted(range(len(budgets)), key=lambda place: (place not in (0, len(budgets) - 1), place))
+    return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
+
+
+def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings, budgets: tuple[float, ...]) -> list[bool]:
+    """Whether to compile in regions; first the way in which the stages of a model take less time without variants.
+
+    What is compiled for this is compiled as it is beside the variants of these budgets.
+    """
     compilation = settings.compilation
     assert compilation is not None
-    compilation = replace(compilation, options=compilation.options_for(model), budgets=())
+    options = replace(compilation, budgets=budgets).options_for(model)
+    compilation = replace(compilation, options=options, budgets=())
     seconds: dict[bool, float] = {}
     for regions in (True, False):
         chosen = replace(settings, compilation=replace(compilation, regions=regions))
@@ -682,6 +710,12 @@ class _Trials:
         graphed = self._graphed.get(accept.index)
         refusal = "" if graphed is None else graphed.refusal
         notes = (*self._notes, *accept.notes, *([f"steps run without CUDA graphs: {refusal}"] if refusal else ()))
+        if self._moving is not None and not self._settings.step_in_backward:
+            clipping = format_seconds(clipping_seconds(priced, self._moving))
+            notes = (
+                *notes,
+                f"the prediction is without clipping, which reads gradients on the host: about {clipping} more",
+            )
         return Planned(
             self._split,
             priced,

@@ -246,7 +246,9 @@ def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule) ->
 
 
 def host_bytes(chain: Chain, schedule: Schedule) -> int:
-    """The most that the lower tier must hold of activations: every offloaded one, once."""
+    """The most that the lower tier must hold of activations: every offloaded one, once; what a stage saves may have its
+    input among it, which counts as another stage's.
+    """
     values = {operation.value for operation in schedule.operations if isinstance(operation, Offload)}
     total = 0
     for kind, k in values:
@@ -257,6 +259,7 @@ def host_bytes(chain: Chain, schedule: Schedule) -> int:
             total += rounded(chain.activation_bytes(k))
         elif kind == "abar" and stage is not None:
             total += rounded(max(stage.saved_bytes, *(v.saved_bytes for v in stage.variants), 0))
+            total += 0 if ("a", k - 1) in values else rounded(chain.activation_bytes(k - 1))
     return total
 
 

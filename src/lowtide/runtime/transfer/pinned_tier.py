@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.errors import ExecutionError, LowtideWarning
+from lowtide.runtime.meter import exclude
 from lowtide.runtime.transfer.arena import Arena, Pieces, Room, rounded
 from lowtide.runtime.transfer.host_memory import check_host_has
 from lowtide.units import format_bytes
@@ -153,7 +154,7 @@ class _PinnedMirror:
         assert memory.data_ptr() == self.host.data_ptr()
         # Not a view of the bytes, which it would hold: whoever counts the names of this memory finds one.
         empty = torch.empty(0, dtype=like.dtype, device=device)
-        self.tensor = empty.set_(memory.untyped_storage(), 0, like.shape, like.stride())
+        self.tensor = exclude(empty.set_(memory.untyped_storage(), 0, like.shape, like.stride()))
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Take over what a tensor of the CPU holds, whose strides are the same."""
