@@ -8,4 +8,4 @@ from benchmarks import harness
 
 @pytest.fixture(autouse=True)
 def _few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "NUM_TIMED_CPU", 2)
+    monkeypatch.setattr(harness, "NUM_TIMED_CPU", 1)

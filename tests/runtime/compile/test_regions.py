@@ -370,24 +370,24 @@ def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
 
 @pytest.mark.usefixtures("_timed")
 def test_what_trials_compile_is_bounded() -> None:
-    backend, model, options = Counting(), Language(depth=8, dropout=0.0), {**OPTIONS, "variants": True}
-    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **options, **auto_with(backend)):
+    backend, model, text = Counting(), Language(depth=7, dropout=0.0), texts(batch=64)[0]
+    options = {**OPTIONS, "variants": True}
+    with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
         assert len(backend.graphs) == 3  # all as one; the first block, which has what comes before it, and another one
-        model(texts()[0]).backward()
+        model(text).backward()
         assert len(backend.graphs) == 3
-    with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-        lowtide.fit(model, texts(batch=64)[0], memory_budget=1, **options, **auto_with(BACKEND))
-    backend, model = Counting(), Language(depth=8, dropout=0.0)
-    budget = 2 * caught.value.minimum_bytes
-    with lowtide.fit(model, texts(batch=64)[0], memory_budget=budget, **options, **auto_with(backend)) as plan:
-        model(texts(batch=64)[0]).backward()
+        peak_bytes = plan.stats().predicted_peak_bytes
+    backend, model = Counting(), Language(depth=7, dropout=0.0)
+    with lowtide.fit(model, text, memory_budget=int(0.8 * peak_bytes), **options, **auto_with(backend)) as plan:
+        model(text).backward()
+        assert plan.stats().recomputed_per_step > 0
         assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
 
 
 class Growing(nn.Module):
     """Blocks that all differ, as those of a DenseNet."""
 
-    def __init__(self, depth: int = 40) -> None:
+    def __init__(self, depth: int = 14) -> None:
         super().__init__()
         torch.manual_seed(0)
         widths = range(WIDTH, WIDTH + depth + 1)
@@ -406,7 +406,8 @@ class Growing(nn.Module):
 
 @pytest.mark.usefixtures("_timed")
 @pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
-def test_blocks_that_all_differ_are_compiled_in_a_few_regions() -> None:
+def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> None:
+    monkeypatch.setattr(trials, "_MOST_DIFFERENT", 6)
     backend, model, text = Counting(), Growing(), texts(batch=64)[0]
     plain = Growing()
     plain.compile(backend=BACKEND, dynamic=False)
@@ -417,15 +418,15 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions() -> None:
         peak_bytes = plan.stats().predicted_peak_bytes
     backend, model = Counting(), Growing()
     with lowtide.fit(model, text, memory_budget=int(0.8 * peak_bytes), **options, **auto_with(backend)) as plan:
-        assert plan.chain.num_stages <= 16
+        assert plan.chain.num_stages <= 6
         assert_equal(train(model, texts(batch=64)), expected)
         assert plan.stats().recomputed_per_step > 0
-        assert len(backend.graphs) <= 16 + 1  # and the whole, which was too large
+        assert len(backend.graphs) <= 6 + 2  # and the whole, which was too large, and what is stored, as one
 
 
 @pytest.mark.usefixtures("_timed")
 def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatch) -> None:
-    model, text = Language(depth=8, dropout=0.0), texts(batch=64)[0]
+    model, text = Language(depth=7, dropout=0.0), texts(batch=64)[0]
     options = {**OPTIONS, **auto_with(BACKEND)}
     named = []
     for ways in ([True, False], [False, True]):

@@ -29,6 +29,15 @@ class _CurrentSession(threading.local):
     """How many calls of the model are under way, with a session or without one."""
 
 
+class _AllCalls(threading.local):
+    """Of each thread, those of all models that are intercepted."""
+
+    num_inside: int = 0
+
+
+_all_calls = _AllCalls()
+
+
 class UnitLayer(Layer):
     """The calls of one submodule; `positions` says which of them are units, and where in the order of all units."""
 
@@ -75,10 +84,12 @@ class ModelLayer(Layer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the call to the handler."""
         self.current.num_inside += 1
+        _all_calls.num_inside += 1
         try:
             return self.handler(self.pass_on, args, kwargs)
         finally:
             self.current.num_inside -= 1
+            _all_calls.num_inside -= 1
 
 
 class Interception:
@@ -119,7 +130,9 @@ class Interception:
 
     @property
     def is_within_another(self) -> bool:
-        """Whether this thread is inside a step of a plan that watches some of the same modules."""
+        """Whether this thread, in a call of the model, is in a step of a plan that watches some of its modules, too."""
+        if _all_calls.num_inside < 2:  # nearly always: the call itself is one
+            return False
         others = (other for layer in self._layers for other in layers_of(layer.module, UnitLayer))
         return any(other.current.session is not None for other in others)
 
