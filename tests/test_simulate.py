@@ -380,6 +380,17 @@ def test_a_side_value_may_wait_on_the_host():
     assert trace.seconds == 9 + 9 + 10  # forward 2 hides a second of its way out, and nothing its way back
 
 
+def test_a_side_value_that_is_held_counts_in_first_forwards_also_where_it_is_freed_without_a_copy():
+    held = SideValue("skip", 100, 1, (2,), 0, held_until=3)
+    chain = Chain("held", [Stage(str(k), 1.0, 1.0, 4, 4) for k in (1, 2, 3)], side_values=[held])
+    ahead = [Forward(1, "keep"), Forward(2, "drop"), Release("s", 1), Forward(3, "all"), Backward(3)]
+    behind = [Forward(1, "all"), Forward(2, "all"), Backward(2), Backward(1)]
+    freed = simulate(chain, Schedule("", [*ahead, *behind]))
+    assert [step.peak_bytes for step in freed.steps[3:5]] == [4 + 4 + 4 + 100, 4 + 4 + 4 + 4]
+    copied = [*ahead[:2], Offload("s", 1), *ahead[2:], *behind]
+    assert simulate(chain, Schedule("", copied), bandwidth=10).steps[4].peak_bytes == 4 + 4 + 4
+
+
 @pytest.mark.parametrize(
     ("operations", "reason"),
     [

@@ -205,6 +205,8 @@ class SideValue:
         readers: the stages that read it, all after `maker`; `to` in a file.
         grad_bytes: the size of its gradient, by default `num_bytes`.
         stays: it cannot be moved to the host: the caller has it in hand, or what runs the chain cannot move it.
+        held_until: the code around the stages holds it until the first forward of this stage, if that comes after all
+            readers: a list of skip connections. Freed without a copy on the host, it counts in those forwards besides.
 
     Raises:
         ChainError: for a wrong size or flag, and if a reader does not come after the maker.
@@ -216,6 +218,7 @@ class SideValue:
     readers: tuple[int, ...]
     grad_bytes: int = None  # type: ignore[assignment]  # None: num_bytes
     stays: bool = False
+    held_until: int = 0
 
     def __post_init__(self) -> None:
         if self.grad_bytes is None:
@@ -231,6 +234,8 @@ class SideValue:
                 raise ChainError(f"{where}: {field_name} is {shown(value)}, expected {_expected('_bytes')}")
         if not isinstance(self.stays, bool):
             raise ChainError(f"{where}: stays is {shown(self.stays)}, expected true or false")
+        if self.held_until != 0 and not _are_stages([self.held_until]):
+            raise ChainError(f"{where}: held_until is {shown(self.held_until)}, expected the number of a stage")
         if not _are_stages([self.maker]):
             raise ChainError(f"{where}: from is {shown(self.maker)}, expected the number of a stage")
         if not isinstance(readers, list | tuple) or not readers or not _are_stages(readers):
@@ -249,7 +254,8 @@ class SideValue:
             "from": self.maker,
             "to": list(self.readers),
         }
-        return {**values, "stays": True} if self.stays else values
+        more = {"stays": self.stays, "held_until": self.held_until}
+        return values | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +300,12 @@ class Chain:
         for i, side in enumerate(self.side_values, start=1):
             if not isinstance(side, SideValue):
                 raise ChainError(f"chain {self.name!r}: side value {i} is {shown(side)}, expected a SideValue")
-            if side.readers[-1] > len(self.stages):
-                raise ChainError(
-                    f"side value {i} ({_on_one_line(side.name)}): to holds {shown(side.readers[-1])}, but the chain "
-                    f"has {len(self.stages)} stages"
-                )
+            for field_name, k in (("to", side.readers[-1]), ("held_until", side.held_until)):
+                if k > len(self.stages):
+                    raise ChainError(
+                        f"side value {i} ({_on_one_line(side.name)}): {field_name} holds {shown(k)}, but the chain has "
+                        f"{len(self.stages)} stages"
+                    )
 
     def __str__(self) -> str:
         return f"{self.name}, {self.num_stages} stages, {format_seconds(self.compute_seconds)} a plain step"
@@ -460,6 +467,7 @@ _SIDE_FIELDS = {
     "to": "readers",
     "grad_bytes": "grad_bytes",
     "stays": "stays",
+    "held_until": "held_until",
 }
 
 
@@ -473,7 +481,7 @@ def _side_from_dict(values: Any, i: int) -> SideValue:
         if key not in _SIDE_FIELDS:
             raise ChainError(f"{where}: {key!r} is not a field here; the fields are {', '.join(_SIDE_FIELDS)}")
     for key in _SIDE_FIELDS:
-        if key not in values and key not in ("grad_bytes", "stays"):
+        if key not in values and key not in ("grad_bytes", "stays", "held_until"):
             raise ChainError(f"{where}: {key} is missing")
     if "grad_bytes" in values and values["grad_bytes"] is None:
         raise ChainError(

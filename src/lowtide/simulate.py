@@ -26,7 +26,8 @@ update k; where it does not, the update is done inside backward k.
 Side value i is made by any forward of its maker that does not find it on the device, and is needed by every forward and
 backward of its readers. It stays until the backward of its maker, or until it is released: also without a host copy,
 for another forward of the maker makes it again. Its gradient exists from the backward of its last reader on. Where the
-chain says that side values stay, they cannot be offloaded.
+chain says that side values stay, they cannot be offloaded. One that the code around the stages holds beyond its readers
+counts in the peaks of those first forwards also after a release, unless the host has a copy.
 """
 
 from __future__ import annotations
@@ -322,6 +323,7 @@ class _Machine:
         for m, held_bytes in () if repeated else stage.outliving:
             if ("a", m) not in self.stored and ("abar", m) not in self.stored:
                 extra += held_bytes
+        extra += 0 if repeated else self._held_bytes(k)
         peak = self.stored.total_bytes + num_bytes + extra
         start = self.clock
         self.clock = end = start + seconds
@@ -389,6 +391,14 @@ class _Machine:
         for i, num_bytes in self.makes[k] if k <= self.next_backward else ():
             if ("s", i) not in self.stored:
                 self.stored.put(("s", i), num_bytes)
+
+    def _held_bytes(self, k: int) -> int:
+        """The side values that were freed although the code around the stages holds them in the first forward of k."""
+        return sum(
+            side.num_bytes
+            for i, side in enumerate(self.chain.side_values, start=1)
+            if side.maker < k <= side.held_until and ("s", i) not in self.stored and ("s", i) not in self.host
+        )
 
     def _side_values_of(self, k: int) -> list[Value]:
         """The side values that stage k makes, and their gradients."""

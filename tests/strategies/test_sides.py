@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -32,8 +33,11 @@ from lowtide.strategies.continuous.search import ContinuousModel
 from lowtide.strategies.copies.gaps import Profile
 from lowtide.strategies.sides import freed
 
-# A net that goes down and up again, with a skip connection on each level.
-STAGES = [Stage(str(k), 4.0, 8.0, output_bytes=size, saved_bytes=2 * size) for k, size in enumerate((16, 8, 4, 8, 16))]
+# A net that goes down and up again, with a skip connection on each level; it takes the most at its bottom.
+STAGES = [
+    Stage(str(k), 4.0, 8.0, output_bytes=size, saved_bytes=2 * size, forward_extra_bytes=96 if size == 4 else 0)
+    for k, size in enumerate((16, 8, 4, 8, 16))
+]
 LEVELS = Chain("levels", STAGES, side_values=[SideValue("wide", 64, 1, (5,), 0), SideValue("narrow", 32, 2, (4,), 0)])
 BANDWIDTH = 32
 
@@ -172,3 +176,22 @@ def test_pofo_reads_off_what_its_search_says_to_fit(seed):
     least = minimum_bytes(chain, "pofo", 3)
     assert least <= model.minimum_bytes
     assert solve(chain, memory_budget=least, strategy="pofo", bandwidth=3).peak_bytes <= least
+
+
+def test_what_blocks_make_and_read_themselves_is_recomputed_with_them_as_if_each_were_one_stage():
+    fine = [Stage(f"{block}.{part}", 1.0, 1.0, 4, 4) for block in range(4) for part in range(3)]
+    within = [SideValue(f"residual {block}", 10, 3 * block + 1, (3 * block + 3,), 0) for block in range(4)]
+    whole = [Stage(str(block), 3.0, 3.0, 4, 22, forward_extra_bytes=14, saving_extra_bytes=0) for block in range(4)]
+    cut, blocks = Chain("cut", fine, side_values=within), Chain("blocks", whole)
+    for point in frontier(blocks).points:
+        assert solve(cut, memory_budget=point.memory_bytes, strategy="rotor").seconds <= point.seconds
+
+
+@looped("seed", range(24))
+def test_side_values_that_are_held_count_in_first_forwards_although_they_are_freed(seed):
+    chain = random_chain(seed, 3 + seed % 4, features=("side values", "freed early", "variants"))
+    held = (replace(side, held_until=min(max(side.readers) + 1, chain.num_stages)) for side in chain.side_values)
+    chain = replace(chain, side_values=tuple(held))
+    for strategy, bandwidth in (("rotor", None), ("pofo", 3), ("offload", 3), ("autocapper", 3), ("segments", None)):
+        least = minimum_bytes(chain, strategy, bandwidth)
+        assert solve(chain, memory_budget=least, strategy=strategy, bandwidth=bandwidth).peak_bytes <= least

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowtide.chain import Chain
@@ -22,6 +23,9 @@ from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested.table import Table, least_memory
 from lowtide.strategies.numerics.arrays import from_above
 from lowtide.strategies.slots import default_num_slots
+
+# How much more memory, as shares of the budget, orders are made for that know when side values are recomputed.
+_SHARES_MORE = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class Pofo:
         if any(not side.stays for side in sides) or any(stage.outliving for stage in stages):
             best = min((placement.seconds for placement in placements), default=math.inf)
             placements += plans_with_other_values_moved(problem, self.slots, best)
+            for order in _recomputed_for_more(problem):
+                if order.compute_seconds < min((placement.seconds for placement in placements), default=math.inf):
+                    placements += moved_as_needed(problem, order)
         return Answer(fastest("pofo", placements), model_seconds=seconds)
 
     def minimum_bytes(self, problem: Problem) -> int:
@@ -106,6 +113,23 @@ def _leanest(chain: Chain) -> Profile | None:
     available = int(least.least_bytes[1, costs.num_stages])
     decisions, _ = Table.of(costs, least, available, default_num_slots(costs.num_stages)).decisions(available)
     return Profile(chain, operations_of(costs, decisions))
+
+
+def _recomputed_for_more(problem: Problem) -> Iterator[Profile]:
+    """The orders of `rotor` for more memory than there is: what they lack may be found by moving.
+
+    Only these know of side values that are freed and recomputed with their makers; the model keeps all of them.
+    """
+    costs = costs_of(problem.chain)
+    least = least_memory(costs)
+    available = problem.memory_budget - outside_bytes(problem.chain)
+    budgets = [available + int(share * problem.memory_budget) for share in _SHARES_MORE]
+    enough, ample = int(least.least_bytes[1, costs.num_stages]), int(least.ample_bytes[1, costs.num_stages])
+    budgets = [budget for budget in budgets if enough <= budget < ample]
+    if budgets:
+        table = Table.of(costs, least, budgets[-1], default_num_slots(costs.num_stages))
+        for budget in budgets:
+            yield Profile(problem.chain, operations_of(costs, table.decisions(budget)[0]))
 
 
 def _recomputed(problem: Problem) -> Placement | None:

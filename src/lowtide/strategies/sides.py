@@ -1,17 +1,21 @@
-"""What side values take where each stays from the first forward of its maker to the last operation that needs it.
+"""What side values take where each is on the device only while something will read it before it is made again.
 
-The last is the backward of its first reader. A schedule frees it right after that, which costs nothing (`freed`). A
-forward of the maker that runs later makes it again: it is freed right after, too, and counts during that forward alone.
+A schedule frees a side value right after an operation if the next one that has to do with it is another forward of its
+maker, or if there is none (`freed`); that costs nothing. So a side value is kept, or recomputed with its maker, as the
+schedule treats the stages around it. One that `stays` is kept from the first forward of its maker to the last operation
+that needs it, the backward of its first reader.
 
-The schedules of stages s..t (see `lowtide.strategies.nested`) begin with a[s-1] and delta[t] on the device. For t < n
-every stage up to t has run forward before, so all side values are there that a stage up to t makes and another one up
-to t reads. For t = n they are made while s..n runs forward for the first time. The gradient of a side value is there
-where its maker is among 1..t and its last reader is not.
+The schedules of stages s..t (see `lowtide.strategies.nested`) begin with a[s-1] and delta[t] on the device, and run
+each of these stages forward before its backward. So what s..t itself makes is not there at the beginning. Of what
+earlier stages make, all is there that a stage up to t reads, except where a split of s'..t' at p <= s puts off the
+stages s'..p-1: what one of these makes, and another one of these is the last before t to read, is *idle* until they run
+again. The gradient of a side value is there where its maker is among 1..t and its last reader is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +27,7 @@ Bytes = NDArray[np.int64]
 
 
 def standing_bytes(chain: Chain) -> Bytes:
-    """Entry t: what is there beside s..t, with all that s..t itself makes where t = n; gradients included."""
+    """Entry t: what is there beside s..t, with all that s..t itself makes and reads; gradients included."""
     standing = np.zeros(chain.num_stages + 1, np.int64)
     for side in chain.side_values:
         standing[side.readers[0] :] += side.num_bytes  # the maker is before its readers
@@ -50,7 +54,7 @@ def made_gradient_bytes(chain: Chain) -> Bytes:
 def forward_bytes(chain: Chain) -> Bytes:
     """Entry (k, t): what is there during forward k of s..t, less `standing_bytes[t]`; without side values no entries.
 
-    Below zero for t = n, where later stages have not made theirs.
+    Below zero where later stages have not made theirs; what is idle is not counted off.
     """
     n = chain.num_stages
     if not chain.side_values:
@@ -58,39 +62,66 @@ def forward_bytes(chain: Chain) -> Bytes:
     more = np.zeros((n + 1, n + 1), np.int64)
     for side in chain.side_values:
         more[side.maker, side.maker : side.readers[0]] += side.num_bytes
-        more[: side.maker, n] -= side.num_bytes
+        more[: side.maker, n if side.stays else side.readers[0] :] -= side.num_bytes
     return more
 
 
-def last_uses(chain: Chain, operations: Sequence[Operation]) -> dict[int, int]:
-    """By side value, the index of the last operation that needs it; one of no bytes is left out."""
-    readers: dict[int, list[int]] = {}
+class Idle(NamedTuple):
+    """When side values are idle: an entry for each reader of each, those idle after forward k from `first[k]` on.
+
+    A side value is idle where its maker and a reader are put off and its next reader, if any, is over.
+    """
+
+    first: NDArray[np.int64]
+    maker: NDArray[np.int64]
+    next_reader: NDArray[np.int64]
+    num_bytes: Bytes
+
+
+def idle_times(chain: Chain, *, at_first: bool = False) -> Idle:
+    """The entries of all side values; `at_first`: in first forwards, where none is idle that is held."""
+    n = chain.num_stages
+    found = sorted(
+        (max(reader, side.held_until) if at_first else reader, side.maker, later, side.num_bytes)
+        for side in chain.side_values
+        for reader, later in zip(side.readers, (*side.readers[1:], n + 1), strict=True)
+        if side.num_bytes and not side.stays
+    )
+    readers, makers, later_readers, num_bytes = np.array(found, np.int64).reshape(-1, 4).T.copy()
+    return Idle(np.searchsorted(readers, np.arange(n + 2)), makers, later_readers, num_bytes)
+
+
+def ends(chain: Chain, operations: Sequence[Operation]) -> dict[int, list[int]]:
+    """By the index of an operation, the side values that nothing needs after it until they are made again, if ever."""
+    by_stage: dict[int, list[int]] = {}
     for i, side in enumerate(chain.side_values, start=1):
-        for k in side.readers if side.num_bytes else ():
-            readers.setdefault(k, []).append(i)
-    found: dict[int, int] = {}
-    if readers:
-        for index, operation in enumerate(operations):
-            if isinstance(operation, Forward | Backward):
-                for i in readers.get(operation.stage, ()):
-                    found[i] = index
+        for k in (side.maker, *side.readers) if side.num_bytes else ():
+            by_stage.setdefault(k, []).append(i)
+    found: dict[int, list[int]] = {}
+    is_read_next: set[int] = set()
+    for index in range(len(operations) - 1, -1, -1) if by_stage else ():
+        operation = operations[index]
+        if not isinstance(operation, Forward | Backward):
+            continue
+        for i in by_stage.get(operation.stage, ()):
+            makes = operation.stage == chain.side_value(i).maker
+            if makes and isinstance(operation, Backward):
+                continue
+            if i not in is_read_next:
+                found.setdefault(index, []).append(i)
+            if not makes:
+                is_read_next.add(i)
+            elif not chain.side_value(i).stays:
+                is_read_next.discard(i)
     return found
 
 
 def freed(chain: Chain, operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """The same operations with each side value freed as soon as nothing needs it any more."""
+    """The same operations with each side value freed as soon as nothing needs it before it is made again."""
     listed = tuple(operations)
-    last = last_uses(chain, listed)
-    if not last:
-        return listed
-    makers: dict[int, list[int]] = {}
-    for i in last:
-        makers.setdefault(chain.side_value(i).maker, []).append(i)
+    ended = ends(chain, listed)
     with_releases: list[Operation] = []
     for index, operation in enumerate(listed):
         with_releases.append(operation)
-        ended = [i for i, position in last.items() if position == index]
-        if isinstance(operation, Forward):
-            ended += [i for i in makers.get(operation.stage, ()) if last[i] < index]
-        with_releases.extend(Release("s", i) for i in ended)
+        with_releases.extend(Release("s", i) for i in ended.get(index, ()))
     return tuple(with_releases)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.report.chains import data_of
 from tests.runtime.training import Numbers, assert_equal, seed_all
 from torch import nn
 
@@ -335,6 +336,16 @@ def test_weights_move_where_nothing_else_stays_within_the_budget():
             for each, numbers in zip(given, expected, strict=True):
                 assert_equal(train(plan.model, optimizer, each, 2), numbers)
         assert plan.num_shapes == 2
+
+
+def test_the_report_says_what_lives_on_the_host(tmp_path):
+    plan, _ = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        plan.report(tmp_path / "plan.html", patience_seconds=0.5)
+        first, *notes = data_of((tmp_path / "plan.html").read_text())["notes"]
+        assert first.startswith("on the host: ")
+        assert "optimizer state" in first
+        assert notes == list(plan.notes)
 
 
 def test_what_steps_take_is_counted_once_weights_are_on_the_host(monkeypatch):

@@ -184,7 +184,7 @@ def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> 
     """A concatenation is an argument of the block that reads it, so it lives until that block returns."""
     torch.manual_seed(0)
     model, x = UNet(4, 3), torch.randn(16, 3, 64, 64)
-    split, chain = capture_and_measure(model, x, loss=loss, moves_activations=False, keeps_result=False, finer=True)
+    split, chain = capture_and_measure(model, x, loss=loss, moves_activations=False, keeps_result=False)
     names = [stage.name for stage in chain.stages]
     concatenated = names.index("grow.2") + 1
     last = next(k for k, name in enumerate(names, start=1) if name.startswith("up.2.4"))

@@ -95,6 +95,14 @@ def test_a_piece_serves_one_schedule_after_the_other():
     assert [piece.arena.capacity_bytes for piece in pieces.made] == [9 * 512]
 
 
+def test_where_the_limit_is_reached_what_is_free_serves_the_next_schedule():
+    pieces = Pieces(SimplePiece, 4 * 512, 512, limit_bytes=4 * 512)
+    rooms = [pieces.take(512)]
+    pieces.expect(4 * 512)
+    rooms.append(pieces.take(3 * 512))
+    assert [piece.arena.capacity_bytes for piece in pieces.made] == [4 * 512]  # and none without any bytes
+
+
 def test_views_of_one_storage_move_once_and_come_back_as_they_were():
     tier = FileTier()
     base = torch.randn(64, 30)

@@ -52,7 +52,6 @@ def capture(
     loss: Callable[[Any], Any] | None = None,
     closed: frozenset[str] = frozenset(),
     blocks: bool = False,
-    finer: bool = False,
 ) -> Split:
     """Find the stages of a model.
 
@@ -65,7 +64,6 @@ def capture(
         loss: what the caller computes from the model's output, where it is known.
         closed: paths of submodules that are not to be cut inside.
         blocks: cut between the repeated blocks of the model, not inside them; see `lowtide.runtime.capture.blocks`.
-        finer: cut inside blocks wherever that makes stages smaller; see `lowtide.runtime.capture.cuts.choose`.
 
     Returns:
         The split; see `lowtide.runtime.model.split`.
@@ -92,7 +90,7 @@ def capture(
     if blocks:
         closed |= whole_blocks(model, observation)
     if stages is None:
-        cuts = choose(observation, possible_cuts(observation, closed), finer=finer)
+        cuts = choose(observation, possible_cuts(observation, closed))
     else:
         cuts = _by_hand(model, observation, stages)
     cuts, units, trailing = settle(observation, cuts)

@@ -25,18 +25,9 @@ from dataclasses import dataclass, field
 from lowtide.runtime.capture.watch import NEVER, Observation
 
 # A stage below this share of the bytes is fine enough; nothing becomes a side value for the sake of cutting it further.
-# Without it the finer choice reaches 45 instead of 49 % of plain training's memory with a diffusion U-Net (152 stages
-# instead of 71), but 15.4 instead of 13.7 % with one transformer block that is called over and over (66 instead of 42)
-# and 21.1 instead of 20.1 % with an encoder and a decoder: recomputation alone cannot free what a block adds to.
+# Without it a diffusion U-Net has 100 stages instead of 63, a block that is called over and over 66 instead of 42 and a
+# detector 136 instead of 126. Their least budgets are 3, 6 and 0 % lower; `auto` takes 2.6, 5 and 1.4 times as long.
 _SMALL_STAGE_SHARE = 0.10
-# In the coarser choice, up to this share a byte of a side value must buy so many bytes off the largest stage, so that
-# blocks that are small enough stay whole; beyond it, one. In the finer choice always one. Solving for both to take the
-# faster is not worth it: with stages that take time by what they save, at five budgets from the least to plain
-# training's memory, `rotor` was with the finer choice within 0.4 % for four U-Nets and three detectors (1.5 % faster at
-# one's least budget), 2.3 % faster to 0.7 % slower for losses in attributes, and 4 to 12 % slower for routed experts,
-# whose 110 stages it also took 1.2 s to solve for. Measuring the finer choice besides takes 33 to 124 % more time.
-_LARGE_STAGE_SHARE = 0.25
-_SIDE_PRICE = 8
 # A tensor without gradients up to this share of the bytes is a side value without further thought.
 _FREE_SIDE_SHARE = 0.01
 # Stages whose bytes are together below this share are not worth a cut.
@@ -252,12 +243,11 @@ def _is_read_openly(observation: Observation, serial: int, outermost: int) -> bo
     return True
 
 
-def choose(observation: Observation, cuts: list[Cut], *, finer: bool = False) -> Cuts:
-    """A choice among possible cuts.
+def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
+    """The finest choice among possible cuts that makes stages smaller by more than the side values that it takes.
 
-    The coarser one is as good for most budgets and has fewer stages to measure, solve for and run. The finer one cuts
-    inside blocks wherever that makes stages smaller by more than the side values that it takes, for budgets that the
-    coarser one does not reach.
+    There is no need for a coarser one: what a schedule treats alike is one stage to the executor, and the side values
+    inside are then recomputed with their makers, or saved, as if there were no cut.
     """
     tally = Tally(observation)
     sides = _sides_as_a_matter_of_course(tally, cuts)
@@ -266,7 +256,7 @@ def choose(observation: Observation, cuts: list[Cut], *, finer: bool = False) ->
     tried: set[tuple[Cut, Cut]] = set()
     while (large := _largest_stage(tally, result, whole, tried)) is not None:
         tried.add(large)
-        _cut_large_stage(tally, cuts, result, large, enough_share=0.0 if finer else _LARGE_STAGE_SHARE)
+        _cut_large_stage(tally, cuts, result, large)
     result.sides = sides_of(observation, result.chosen)
     return result
 
@@ -349,28 +339,22 @@ def _largest_stage(
     return stages[sizes.index(max(sizes))]
 
 
-def _cut_large_stage(
-    tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut], *, enough_share: float
-) -> None:
+def _cut_large_stage(tally: Tally, cuts: list[Cut], result: Cuts, bounds: tuple[Cut, Cut]) -> None:
     """Make side values of the memory that prevents cutting a large stage, as far as that makes its parts smaller."""
     left, right = bounds
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
     sides, added_bytes = set(result.sides), 0
     best_bytes, best_sides = tally.saved_bytes(left.position, right.position), sides
-    enough_bytes = enough_share * tally.total_bytes
-    price = 1 if best_bytes > enough_bytes else _SIDE_PRICE
     best_chain: list[Cut] = []
     for serial in _obstacles(tally, [left, *inner, right], sides):
         sides, added_bytes = sides | {serial}, added_bytes + tally.observation.memories[serial].num_bytes
-        if price * added_bytes >= best_bytes:
+        if added_bytes >= best_bytes:
             break
         chain = _best_chain(tally, inner, sides, left, right)
         positions = [left.position, *(cut.position for cut in chain), right.position]
         largest_bytes = max(tally.saved_bytes(*pair) for pair in itertools.pairwise(positions))
-        if chain and largest_bytes + price * added_bytes < best_bytes:
-            best_bytes, best_sides, best_chain = largest_bytes + price * added_bytes, sides, chain
-            if price == 1 and largest_bytes <= enough_bytes:
-                break  # what is left is looked at by itself
+        if chain and largest_bytes + added_bytes < best_bytes:
+            best_bytes, best_sides, best_chain = largest_bytes + added_bytes, sides, chain
     if not best_chain:
         best_chain = _best_chain(tally, inner, best_sides, left, right, together=True)
     result.sides = best_sides

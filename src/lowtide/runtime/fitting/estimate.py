@@ -137,28 +137,22 @@ def estimate(
     budget = int(card.memory_bytes * (1 - RESERVE)) if memory_budget is None else parse_budget(memory_budget)
     link = card.link_bytes_per_second if bandwidth is None else parse_bandwidth(bandwidth)
     empty, shapes = without_data(model), tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), sample)
-    found: list[Estimate] = []
-    for finer in (False, True) if stages is None else (False,):  # as `fit` does: finer cuts where others do not fit
-        with counting(card) as counter:
-            _, chain = capture_and_measure(
-                empty,
-                shapes,
-                stages=stages,
-                loss=loss,
-                finer=finer,
-                optimizer=optimizer,
-                name=type(model).__name__,
-                grads_resident=grads_resident,
-                keeps_result=keeps_result,
-                progress=progress,
-            )
-        plain = solve(chain, memory_budget=2**62, strategy="store-all")
-        least = _least_bytes(chain, link)
-        solution = None if budget < least else solve(chain, memory_budget=budget, bandwidth=link, progress=progress)
-        found.append(Estimate(card, budget, chain, plain, solution, least, counter.num_guesses))
-        if solution is not None:
-            break
-    return min(found, key=lambda each: each.minimum_bytes)
+    with counting(card) as counter:
+        _, chain = capture_and_measure(
+            empty,
+            shapes,
+            stages=stages,
+            loss=loss,
+            optimizer=optimizer,
+            name=type(model).__name__,
+            grads_resident=grads_resident,
+            keeps_result=keeps_result,
+            progress=progress,
+        )
+    plain = solve(chain, memory_budget=2**62, strategy="store-all")
+    least = _least_bytes(chain, link)
+    solution = None if budget < least else solve(chain, memory_budget=budget, bandwidth=link, progress=progress)
+    return Estimate(card, budget, chain, plain, solution, least, counter.num_guesses)
 
 
 def _least_bytes(chain: Chain, bandwidth: int) -> int:

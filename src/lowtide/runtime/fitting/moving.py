@@ -331,7 +331,9 @@ def could_be_faster(alone: Solution, chain: Chain, settings: Settings) -> bool:
     """Whether moving weights, too, might be worth solving for and a trial.
 
     A byte of them costs the link as much as one of activations, so it gains something only where weights take most; and
-    no more than if all that they take had room besides.
+    no more than if all that they take had room besides. What `joint` predicts decides afterwards: this saves solving
+    for it, which takes two to three times as long as activations alone. For chains of GPT-2, ResNet-50 and ResNet-152
+    from an H200, whose weights take 5 to 13 % of the budget, it predicts the same time to the last digit.
 
     Args:
         alone: what moves activations alone.

@@ -56,8 +56,6 @@ class Settings:
     """The model's weights are on the lower tier."""
     most_stages: int = 0
     """Compiled in regions, join stages where there are more than so many; 0: do not."""
-    finer_than: int = 0
-    """Cut inside blocks, too, into more stages than so many; 0: do not."""
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:

@@ -176,9 +176,9 @@ def plan_for(
 ) -> tuple[Planned, CompiledModel | None]:
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
-    Where no schedule stays within the budget, the model is cut more finely, and all that is done once more; where none
-    does with either cuts, or a trial shows that it is faster, weights, gradients and optimizer state move to the host,
-    if they may.
+    Where no schedule stays within the budget although activations may move, it is tried without moving them: what
+    stages take is counted from above where they may, so that allowing it could cost memory. Where that does not help,
+    or a trial shows that it is faster, weights, gradients and optimizer state move to the host, if they may.
 
     Args:
         model: the model.
@@ -203,44 +203,36 @@ def plan_for(
         except InfeasibleBudgetError as error:
             if error.minimum_bytes > settings.memory_budget:  # else host memory is short: what works without it?
                 raise
-    of_kind: dict[str, StageFigures] = {}  # most stages are the same in both
-    measured: list[tuple[Split, Chain]] = []
-    refused: list[tuple[int, str]] = []
-    accepts = goes_on and not may_move
     if settings.compilation is not None:
         with many_compilations():
+            accepts = goes_on and not may_move
             return _CompiledPlanning(model, sample, settings, after, tier=tier, goes_on=accepts).plan()
-    split, (chain, _) = measured_for(model, sample, settings, of_kind)
-    measured.append((split, chain))
-
-    def faster(found: Planned, chain: Chain, asked: Settings) -> Planned:
-        return _with_weights_moved(found, model, sample, chain, asked, tier) if may_move and after is None else found
-
-    try:
-        found = _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts)
-        return faster(found, chain, settings), None
-    except InfeasibleBudgetError as error:
-        refused.append((error.minimum_bytes, str(error)))
-    finer = replace(settings, finer_than=split.num_stages)
-    try:
-        if settings.stages is None:
-            split, (chain, _) = measured_for(model, sample, finer, of_kind)
-            measured.append((split, chain))
-            found = _planned_with(model, sample, split, chain, finer, after, tier=tier, goes_on=accepts)
-            return faster(found, chain, finer), None
-    except InfeasibleBudgetError as error:
-        refused.append((error.minimum_bytes, str(error)))
-    except _NotFinerError:
-        pass
-    for split, chain in measured if may_move else ():
-        moving = replace(settings, strategy=STRATEGY)
-        is_last = (split, chain) == measured[-1]
+    of_kind: dict[str, StageFigures] = {}  # what stages take by themselves is the same in all ways
+    ways = [settings]
+    if settings.bandwidth and settings.strategy == AUTO:
+        ways.append(replace(settings, bandwidth=0))
+    if may_move:
+        ways.append(replace(settings, strategy=STRATEGY))
+    measured: dict[bool, tuple[Split, Chain]] = {}  # by whether values may move
+    refused: list[tuple[int, str]] = []
+    for way in ways:
+        if (way.bandwidth > 0) not in measured:
+            split, (chain, _) = measured_for(model, sample, way, of_kind)
+            measured[way.bandwidth > 0] = split, chain
+        split, chain = measured[way.bandwidth > 0]
+        accepts = goes_on and way is ways[-1]
         try:
-            accepts = goes_on and is_last
-            found = _planned_with(model, sample, split, chain, moving, after, tier=tier, goes_on=accepts)
-            return _explained(found, min(least for least, _ in refused)), None
+            found = _planned_with(model, sample, split, chain, way, after, tier=tier, goes_on=accepts)
         except InfeasibleBudgetError as error:
-            refused.append((error.minimum_bytes, str(error)))
+            least = error.minimum_bytes
+            is_alone = way.bandwidth != settings.bandwidth
+            refused.append((least, _below_alone(settings, least, refused[0][0]) if is_alone else str(error)))
+            continue
+        if way.strategy == STRATEGY != settings.strategy:
+            found = _explained(found, min(least for least, _ in refused))
+        elif may_move and after is None and way is settings:
+            found = _with_weights_moved(found, model, sample, chain, way, tier)
+        return found, None
     raise _refusal(refused, settings.memory_budget, reason if settings.bandwidth else "")
 
 
@@ -480,15 +472,20 @@ def _refusal(refused: list[tuple[int, str]], budget: int, reason: str = "") -> I
     return InfeasibleBudgetError(message, minimum_bytes=least)
 
 
+def _below_alone(settings: Settings, least: int, with_offloading: int) -> str:
+    """The message where recomputation alone needs the least: its own would advise to allow offloading."""
+    return (
+        f"budget {format_bytes(settings.memory_budget)} ({settings.memory_budget} bytes) is below the "
+        f"{format_bytes(least)} ({least} bytes) that this model needs with recomputation alone (with offloading: "
+        f"{format_bytes(with_offloading)}); raise it"
+    )
+
+
 def _explained(planned: Planned, least: int) -> Planned:
     """A plan that says why weights move."""
     needed = f"{format_bytes(least)} at the least"
     note = f"with all weights and optimizer state on the device this model needs {needed}; so they move"
     return replace(planned, notes=(note, *planned.notes))
-
-
-class _NotFinerError(Exception):
-    """The model cannot be cut more finely."""
 
 
 def _planned_with(
@@ -520,8 +517,6 @@ def measured_for(
     compilation = settings.compilation
 
     def work(split: Split) -> tuple[Split, tuple[Chain, CompiledModel | None]]:
-        if split.num_stages <= settings.finer_than:
-            raise _NotFinerError
         if compilation is None or not compilation.regions:
             return split, measured(split, compilation)
         joined = split.with_at_most(settings.most_stages) if settings.most_stages else split
@@ -568,7 +563,6 @@ def measured_for(
         stages=settings.stages,
         loss=settings.loss,
         blocks=compilation is not None,
-        finer=settings.finer_than > 0,
         without_running=settings.placed is not None,
     )
     return found

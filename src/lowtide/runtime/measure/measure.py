@@ -142,7 +142,6 @@ def capture_and_measure(
     *,
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
-    finer: bool = False,
     **options: Any,
 ) -> tuple[Split, Chain]:
     """Split and measure a model; arguments as for `measure` and `capture`."""
@@ -150,7 +149,7 @@ def capture_and_measure(
     def work(split: Split) -> Chain:
         return measure_split(model, split, sample, loss=loss, **options)
 
-    return capture_for(work, model, sample, stages=stages, loss=loss, finer=finer)
+    return capture_for(work, model, sample, stages=stages, loss=loss)
 
 
 def capture_for(
@@ -161,7 +160,6 @@ def capture_for(
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
     blocks: bool = False,
-    finer: bool = False,
     without_running: bool = False,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
@@ -172,7 +170,7 @@ def capture_for(
     closed: frozenset[str] = frozenset()
     captured = capture_without_data if without_running else capture
     for _ in range(_MOST_ATTEMPTS):
-        split = captured(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks, finer=finer)
+        split = captured(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:

@@ -30,6 +30,7 @@ class Skipping:
         readers: the stages that read it.
         origins: the tensors in it that skip stages.
         is_returned: the caller has it in hand while backward runs.
+        held_until: the last stage at whose beginning the model's own code holds it.
         stays: it cannot be moved: the caller has it in hand at some time, or a recomputation holds it as it is (what no
             gradient flows through, and what is left in an attribute).
     """
@@ -41,6 +42,7 @@ class Skipping:
     origins: frozenset[Origin]
     is_returned: bool = False
     stays: bool = False
+    held_until: int = 0
 
     @property
     def tensor(self) -> int:
@@ -63,7 +65,10 @@ class Skipping:
         if self.is_passed_on(figures):
             readers.add(max(readers) + 1)
         grad_bytes = self.grad_bytes(figures)
-        return SideValue(self.name, self.num_bytes, self.maker, tuple(sorted(readers)), grad_bytes, self.stays)
+        held_until = self.held_until if self.held_until > max(readers) else 0
+        return SideValue(
+            self.name, self.num_bytes, self.maker, tuple(sorted(readers)), grad_bytes, self.stays, held_until
+        )
 
     def is_passed_on(self, figures: Sequence[StageFigures]) -> bool:
         """Whether its gradient is the gradient of its last reader's output, and so made by the stage after that."""
@@ -101,6 +106,7 @@ def skipping_in(staged: StagedModel, *, keeps_result: bool) -> list[Skipping]:
                 frozenset(origins),
                 is_returned and keeps_result,
                 is_returned or not num_bytes or not is_differentiable or min(origins)[1] < 0,
+                max((k for k, alive in enumerate(staged.first_alive, 1) if alive.keys() & set(origins)), default=0),
             )
         )
     return found

@@ -37,7 +37,7 @@ from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.signature import FIT_AGAIN, Signature, Structure, fingerprint, trained_of, trains_no_more
 from lowtide.runtime.plan.steps import RealSteps, drop_aborted_backward
-from lowtide.runtime.plan.text import plan_text, stats_text
+from lowtide.runtime.plan.text import parked_text, plan_text, stats_text
 from lowtide.schedule import Schedule
 from lowtide.simulate import simulate
 from lowtide.units import format_bytes, format_seconds
@@ -322,6 +322,7 @@ class Plan:
         if self.chain is None:
             raise PlanError("this plan was attached without a chain, so its costs are unknown; attach a solution")
         stats, device = self.stats(), self._part.execution.machine.device
+        on_host = [f"on the host: {parked_text(self.schedule, self.chain)}"] if self.schedule.manages else []
         measured = Measured(stats.measured_seconds, stats.measured_peak_bytes, _named(device), stats.num_steps or None)
         write_report(
             path,
@@ -330,7 +331,7 @@ class Plan:
             memory_budget=self.memory_budget,
             bandwidth=self._part.bandwidth or None,
             measured=measured if measured.seconds or measured.peak_bytes else None,
-            notes=self.notes,
+            notes=(*on_host, *self.notes),
             is_attached=True,
             patience_seconds=patience_seconds,
             progress=progress,

@@ -80,7 +80,7 @@ def plan_text(
     if trace is not None and chain is not None:
         lines.append(f"  at peak    {_breakdown(trace, chain, moves_weights=bool(schedule.manages))}")
     if schedule.manages and chain is not None:
-        lines.append(f"  on host    {_parked(schedule, chain)}; fetched when they are needed")
+        lines.append(f"  on host    {parked_text(schedule, chain)}")
     measured = _figures(stats.measured_seconds, stats.measured_peak_bytes)
     if measured:
         lines.append(f"  measured   {measured} ({_when(stats.num_steps)})")
@@ -100,8 +100,8 @@ def _plain(chain: Chain) -> Schedule:
     return Schedule("store-all", (*(Forward(k, "all") for k in stages), *(Backward(k) for k in reversed(stages))))
 
 
-def _parked(schedule: Schedule, chain: Chain) -> str:
-    """How much of what leaves the device between its uses."""
+def parked_text(schedule: Schedule, chain: Chain) -> str:
+    """How much of what leaves the device between its uses, of a schedule that moves weights."""
     released = {operation.value for operation in schedule.operations if isinstance(operation, Release)}
     parts = []
     for kind, name, field in _PARKED:
@@ -109,7 +109,7 @@ def _parked(schedule: Schedule, chain: Chain) -> str:
         away = sum(num_bytes for k, num_bytes in sizes.items() if (kind, k) in released)
         if away:
             parts.append(f"{name} {format_bytes(away)} of {format_bytes(sum(sizes.values()))}")
-    return ", ".join(parts) or "nothing"
+    return f"{', '.join(parts)}; fetched when they are needed" if parts else "nothing"
 
 
 def _breakdown(trace: Trace, chain: Chain, *, moves_weights: bool) -> str:

@@ -151,7 +151,8 @@ class Pieces(Generic[P]):
         if not wanted or any(size >= wanted for piece in self.made for _, size in piece.arena.free_rooms()):
             return
         self.give_up_unused()
-        self._add(0, wanted)
+        if self._limit_bytes is None or self.capacity_bytes < self._limit_bytes:  # else what is free has to do
+            self._add(0, wanted)
 
     def give_up_unused(self) -> None:
         """Have no pieces any more that nobody uses."""

@@ -13,6 +13,7 @@ from lowtide.strategies.nested.costs import Costs
 from lowtide.strategies.nested.least import Least, least_memory
 from lowtide.strategies.numerics.arrays import ChainArrays, Floats, Integers
 from lowtide.strategies.numerics.kernels import kernel, kernel_part
+from lowtide.strategies.sides import Idle
 
 _NEVER = 2**62  # above the sum of any sizes a chain can have
 
@@ -30,12 +31,15 @@ def least_blocks(chain: ChainArrays) -> Least:
     slower = (both - fastest[:, None])[is_way]
     forward_until = chain.light_seconds.cumsum()
     none = np.zeros((0, 0), np.int64)
+    no_idle = Idle(np.zeros(n + 2, np.int64), *3 * [np.zeros(0, np.int64)])
     return least_memory(
         Costs(
             saves_ahead=True,
             activation=chain.output,
             beside=chain.standing,
             sides=none,
+            idle=no_idle,
+            idle_first=no_idle,
             forward_extra=chain.light_peak - chain.output,
             outliving=none,
             outliving_saving=np.zeros(0, np.int64),

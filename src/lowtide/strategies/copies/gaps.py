@@ -9,8 +9,8 @@ value that is moved is away during (a part of) its gap. `place` turns an order a
 - a value is fetched as early as memory allows, in the order of need.
 
 Memory follows from the order of the list alone, so the placement needs clocks only to choose which copy to wait for.
-A side value leaves for good right after the last computation that needs it, and right after each forward of its maker
-that comes later.
+A side value leaves right after a computation if nothing needs it before its maker makes it again. It moves only as it
+was made first.
 
 With the releases given and the order of fetches fixed, fetching as early as memory allows is best: a value that is
 needed sooner holds its room at the time a later one would be fetched in any case. Which values to move, and in which
@@ -79,7 +79,7 @@ class Profile:
         self.peak_bytes = np.zeros(len(self.order), dtype=np.int64)
         self.after_bytes = np.zeros(len(self.order), dtype=np.int64)  # what is stored after each, with nothing moved
         self.gaps: tuple[Gap, ...] = ()
-        self.freed: dict[int, list[Release]] = {}  # by position, the side values that nothing needs after it
+        self.freed: dict[int, list[Release]] = {}  # by position, the side values that nothing needs as they are
         _Reader(self).read()
         self._gap_arrays = _arrays_of(self.gaps)
 
@@ -169,7 +169,9 @@ class _Reader:
         self.stored = chain.fixed_bytes + chain.input_bytes + chain.gradient_bytes(chain.num_stages)
         self.gaps: list[Gap] = []
         self.has_run: set[int] = set()
-        self.last_uses = sides.last_uses(chain, profile.order)
+        self.ends = sides.ends(chain, profile.order)
+        self.side_values = [i for i, side in enumerate(chain.side_values, start=1) if side.num_bytes]
+        self.made_first: dict[Value, int] = {}
 
     def read(self) -> None:
         """Fill the profile's arrays and gaps."""
@@ -188,12 +190,11 @@ class _Reader:
         made: Value = ("abar", k) if save == "all" else ("a", k)
         num_bytes = way.saved_bytes if save == "all" else stage.output_bytes
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
-        transient_bytes = self._side_values(position, k)
+        self._side_values(position, k)
         is_unwanted = save == "all" and k == self.next_backward < self.chain.num_stages
         seconds = way.rerun_seconds if is_unwanted else way.forward_seconds
         extra_bytes = way.saving_extra_bytes if save == "all" else stage.forward_extra_bytes
-        transient_bytes += self._outliving(position, k)
-        self._note(position, seconds, num_bytes + extra_bytes + transient_bytes)
+        self._note(position, seconds, num_bytes + extra_bytes + self._outliving(position, k))
         self.sizes[made] = num_bytes
         self.made[made] = self.touched[made] = position
         self.stored += num_bytes
@@ -230,31 +231,28 @@ class _Reader:
             more_bytes += 0 if stored else num_bytes
             for value in stored:
                 self._touch(position, value)
+        for value in self.made_first if k not in self.has_run else ():
+            side = self.chain.side_value(value[1])
+            more_bytes += side.num_bytes if k <= side.held_until and value not in self.sizes else 0
         self.has_run.add(k)
         return more_bytes
 
-    def _side_values(self, position: int, k: int) -> int:
-        """Touch what a computation of stage k reads, and make what its forward makes; the bytes made in vain."""
-        in_vain = 0
-        for i, last_use in self.last_uses.items():
+    def _side_values(self, position: int, k: int) -> None:
+        """Touch what a computation of stage k reads, and make what its forward makes."""
+        for i in self.side_values:
             side, value = self.chain.side_value(i), ("s", i)
             if k in side.readers or (k == side.maker and value in self.sizes):
                 self._touch(position, value)
             elif k == side.maker and isinstance(self.profile.order[position], Forward):
-                if position > last_use:
-                    in_vain += side.num_bytes
-                    self.profile.freed.setdefault(position, []).append(Release("s", i))
-                    continue
                 self.sizes[value] = side.num_bytes
                 self.made[value] = self.touched[value] = position
+                self.made_first.setdefault(value, position)
                 self.stored += side.num_bytes
-        return in_vain
 
     def _free_side_values(self, position: int) -> None:
-        for i, last_use in self.last_uses.items():
-            if last_use == position:
-                self.stored -= self.sizes.pop(("s", i))
-                self.profile.freed.setdefault(position, []).append(Release("s", i))
+        for i in self.ends.get(position, ()):
+            self.stored -= self.sizes.pop(("s", i))
+            self.profile.freed.setdefault(position, []).append(Release("s", i))
 
     def _note(self, position: int, seconds: float, transient_bytes: int) -> None:
         self.profile.seconds[position] = seconds
@@ -262,7 +260,9 @@ class _Reader:
 
     def _touch(self, position: int, value: Value) -> None:
         last = self.touched[value]
-        may_move = value[0] != "s" or not self.chain.side_value(value[1]).stays
+        may_move = value[0] != "s" or (
+            not self.chain.side_value(value[1]).stays and self.made[value] == self.made_first[value]
+        )
         if position > last + 1 and self.sizes[value] and may_move:
             self.gaps.append(Gap(value, self.made[value], last, position, self.sizes[value]))
         self.touched[value] = position

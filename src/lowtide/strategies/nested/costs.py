@@ -50,6 +50,10 @@ class Costs(NamedTuple):
     """delta[t], the weight gradients of the stages after t, and the side values beside s..t."""
     sides: Bytes
     """`sides.forward_bytes`: side values during forward k of s..t above those in `beside`; without any, no entries."""
+    idle: sides.Idle
+    """When side values are idle, which `beside` counts nevertheless."""
+    idle_first: sides.Idle
+    """The same in first forwards."""
     forward_extra: Bytes
     outliving: Bytes
     """Entry (k, s): what the code around the stages may hold in the first forward of k on the way from s to a split of
@@ -123,6 +127,8 @@ def costs_of(chain: Chain, *, saves_ahead: bool = True, variants: bool = True) -
         activation=np.array([chain.activation_bytes(k) for k in range(n + 1)], np.int64),
         beside=np.array(beside, np.int64),
         sides=sides.forward_bytes(chain),
+        idle=sides.idle_times(chain),
+        idle_first=sides.idle_times(chain, at_first=True),
         forward_extra=np.array([0, *(stage.forward_extra_bytes for stage in chain.stages)], np.int64),
         outliving=outliving,
         outliving_saving=outliving_saving,

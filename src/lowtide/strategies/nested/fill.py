@@ -2,7 +2,7 @@
 
 A schedule of s..t begins with `all`, which leaves s+1..t what is not saved, or splits at p, which leaves p..t what
 a[p-1] does not take and s..p-1 everything. What p..t takes beside a[p-1] is needed for every s, so it has rows of its
-own, `later` (see `nested_rows`).
+own, `later` (see `nested_rows`). Where side values are idle meanwhile, p..t has as many whole slots more.
 
 Rows are filled in tiles, those of one distance t - s at the same time. Of a tile first the splits are tried whose parts
 both lie outside it, a few p at a time, so that what they read stays in the cache. A block of slots is skipped where the
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.strategies.nested.costs import Costs, Seconds
-from lowtide.strategies.nested.least import Least, forward_peak, own_peak, slower_as
+from lowtide.strategies.nested.least import Least, forward_peak, idle_after, own_peak, slower_as
 from lowtide.strategies.nested.rows import (
     BLOCK,
     Rows,
@@ -35,7 +35,7 @@ from lowtide.strategies.nested.rows import (
     shifted,
 )
 from lowtide.strategies.numerics.kernels import fast_kernel_part, kernel, kernel_part
-from lowtide.strategies.slots import Slots, rounded_up
+from lowtide.strategies.slots import Slots, rounded_down, rounded_up
 
 # Rows of 500 float64 take 4 kB: those that 8 splits of a tile of 8 x 8 read fill half a megabyte, a second-level cache.
 _TILE = 8
@@ -55,11 +55,14 @@ class _Tile(NamedTuple):
     """The first and so the highest value of each block of row (s, t), at (s - s_first, t - t_first)."""
     begins: NDArray[np.int32]
     """With fewer slots the forwards of s..t before a split at p do not fit, at (s - s_first, t - t_first, p)."""
+    idle: NDArray[np.int32]
+    """How many slots of side values are idle while p..t runs, in the same places."""
+    num_slots: int
     work: Seconds
     """Room for one row."""
 
 
-def _make_tile(num_stages: int, num_blocks: int, s_first: int, t_first: int) -> _Tile:
+def _make_tile(num_stages: int, num_slots: int, num_blocks: int, s_first: int, t_first: int) -> _Tile:
     return _Tile(
         s_first,
         min(s_first + _TILE, num_stages + 1),
@@ -67,6 +70,8 @@ def _make_tile(num_stages: int, num_blocks: int, s_first: int, t_first: int) -> 
         min(t_first + _TILE, num_stages + 1),
         np.empty((_TILE, _TILE, num_blocks)),
         np.empty((_TILE, _TILE, num_stages + 2), np.int32),
+        np.empty((_TILE, _TILE, num_stages + 2), np.int32),
+        num_slots,
         np.empty((num_blocks + 1) * BLOCK),
     )
 
@@ -115,12 +120,14 @@ def _finish_row(
 
 @kernel_part
 def _set_begins(costs: Costs, rows: Rows, tile: _Tile, unit_bytes: int, s: int, t: int) -> None:
-    """With how many slots the forwards before each split of s..t fit."""
+    """With how many slots the forwards before each split of s..t fit, and how many are idle after them."""
     begins, i, j = tile.begins, s - tile.s_first, t - tile.t_first
     begin, high = rows.lowest[s, t], rows.highest[s, t]
-    highest_peak = 0
+    highest_peak, idle = 0, 0
     for p in range(s + 1, t + 1):
-        peak = forward_peak(costs, s, p - 1, t)
+        peak = forward_peak(costs, s, p - 1, t) - idle
+        idle += idle_after(costs, s, p - 1, t)
+        tile.idle[i, j, p] = min(rounded_down(idle, unit_bytes), tile.num_slots)
         if peak > highest_peak:
             highest_peak = peak
             begin = max(begin, min(high, rounded_up(peak, unit_bytes)))
@@ -163,7 +170,7 @@ def _try_splits(
     split_until, forward_until = costs.split_until, costs.forward_until
     lowest, highest, origin, values, floors = rows
     later_lowest, later_highest, later_origin, later_values, later_floors = later
-    s_first, _, t_first, _, bounds, begins, _ = tile
+    s_first, _, t_first, _, bounds, begins, idle, num_slots, _ = tile
     for s in range(s_range[0], s_range[1]):
         for t in range(t_range[0], t_range[1]):
             i, j = s - s_first, t - t_first
@@ -171,6 +178,10 @@ def _try_splits(
             end_block = rounded_up(high, BLOCK)
             for p in range(p_range[0], p_range[1]):
                 seconds = split_until[p] - forward_until[s - 1]
+                if idle[i, j, p] and later_lowest[t, p] <= num_slots:
+                    if bounds[i, j, low // BLOCK] > seconds:
+                        _lower_where_idle(rows, later, tile, s, t, p, seconds)
+                    continue
                 parts_begin = max(later_lowest[t, p], lowest[s, p - 1])
                 begin = max(begins[i, j, p], parts_begin)
                 if begin >= high:
@@ -211,6 +222,24 @@ def _try_splits(
 
 
 @fast_kernel_part
+def _lower_where_idle(rows: Rows, later: Rows, tile: _Tile, s: int, t: int, p: int, seconds: float) -> None:
+    """Lower row (s, t) to what a split at p costs where side values are idle while p..t runs.
+
+    The table does not reach beyond its budget: what p..t could use there counts as the most that it knows.
+    """
+    more = tile.idle[s - tile.s_first, t - tile.t_first, p]
+    values, own, other, one = rows.values, rows.origin[s, t], rows.origin[s, p - 1], later.origin[t, p]
+    other_high, one_high = rows.highest[s, p - 1], later.highest[t, p]
+    last = later.values[one + one_high - 1] if one_high > tile.num_slots else 0.0
+    begin = max(tile.begins[s - tile.s_first, t - tile.t_first, p], later.lowest[t, p] - more, rows.lowest[s, p - 1])
+    for m in range(begin, rows.highest[s, t]):
+        value = seconds + (later.values[one + m + more] if m + more < one_high else last)
+        if m < other_high:
+            value += values[other + m]
+        values[own + m] = min(values[own + m], value)
+
+
+@fast_kernel_part
 def _lower_to_sum(values: Seconds, own: int, others: Seconds, one: int, other: int, count: int, seconds: float) -> None:
     """Lower `count` values from `own` on to those from `one` on in `others` plus those from `other` on in `values`."""
     x, y, z = np.uint64(own), np.uint64(one), np.uint64(other)  # without a sign there is no counting from the end
@@ -239,7 +268,8 @@ def fill_rows(costs: Costs, least: Least, slots: Slots) -> Rows | None:
     firsts, num_blocks = range(1, n + 1, _TILE), rows.floors.shape[2]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(firsts))) as pool:
         for distance in range(len(firsts)):
-            tiles = [_make_tile(n, num_blocks, *c) for c in zip(firsts, firsts[distance:], strict=False)]
+            corners = zip(firsts, firsts[distance:], strict=False)
+            tiles = [_make_tile(n, slots.num_slots, num_blocks, *corner) for corner in corners]
             jobs = [pool.submit(_fill_tile, costs, least, rows, later, slots.unit_bytes, tile) for tile in tiles]
             for job in jobs:
                 job.result()

@@ -45,10 +45,11 @@ def _fill(
     for s in range(n, 0, -1):
         for t in range(s, n + 1):
             best, best_slower, most = _least_all(costs, least, slower, ample, s, t)
-            peak = 0
+            peak, idle = 0, 0
             for p in range(s + 1, t + 1):
-                peak = max(peak, forward_peak(costs, s, p - 1, t))
-                needs = max(peak, costs.activation[p - 1] + least_by_end[t, p], least[s, p - 1])
+                peak = max(peak, forward_peak(costs, s, p - 1, t) - idle)
+                idle += idle_after(costs, s, p - 1, t)
+                needs = max(peak, costs.activation[p - 1] - idle + least_by_end[t, p], least[s, p - 1])
                 if needs <= best:
                     takes = costs.split_until[p] - costs.forward_until[s - 1] + slower_by_end[t, p] + slower[s, p - 1]
                     if needs < best or takes < best_slower:
@@ -92,6 +93,25 @@ def beside_forward(costs: Costs, k: int, t: int) -> int:
 
 
 @kernel_part
+def idle_after(costs: Costs, s: int, k: int, t: int) -> int:
+    """The side values that become idle after forward k on the way from s to a split of s..t."""
+    idle, num_bytes = costs.idle_first if t == costs.activation.shape[0] - 1 else costs.idle, 0
+    for entry in range(idle.first[k], idle.first[k + 1]):
+        if idle.maker[entry] >= s and idle.next_reader[entry] > t:
+            num_bytes += idle.num_bytes[entry]
+    return int(num_bytes)
+
+
+@kernel_part
+def held_by_split(costs: Costs, s: int, p: int, t: int) -> int:
+    """What a split of s..t at p takes away from p..t: a[p-1], less the side values that are idle."""
+    held = int(costs.activation[p - 1])
+    for k in range(s + 1, p):
+        held -= idle_after(costs, s, k, t)
+    return held
+
+
+@kernel_part
 def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
     """The peak of the forward of stage s in a way, with what stands beside s..t, and of its backward."""
     during_forward = beside_forward(costs, s, t) + costs.way_forward[way]
@@ -102,7 +122,9 @@ def own_peak(costs: Costs, way: int, s: int, t: int) -> int:
 
 @kernel_part
 def forward_peak(costs: Costs, s: int, k: int, t: int) -> int:
-    """The peak of forward k on the way from s to a split of s..t; the input of s itself is not counted."""
+    """The peak of forward k on the way from s to a split of s..t; the input of s itself is not counted, and idle side
+    values are.
+    """
     peak = beside_forward(costs, k, t) + int(costs.activation[k] + costs.forward_extra[k])
     if t < costs.outliving.shape[0] and t == costs.activation.shape[0] - 1:
         peak += int(costs.outliving[k, s])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.strategies.nested.costs import Bytes, Costs, Indices, Seconds
-from lowtide.strategies.nested.least import forward_peak, own_peak, slower_as
+from lowtide.strategies.nested.least import forward_peak, idle_after, own_peak, slower_as
 from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 _NEVER = 2**62
@@ -69,8 +69,10 @@ def _fill(costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int,
     n = costs.activation.shape[0] - 1
     num_stairs, num_steps = 0, 0
     for s in range(n, 0, -1):
-        # Inside a larger schedule, a[s-1] is stored by itself or within abar[s-1].
+        # Inside a larger schedule, a[s-1] is stored by itself or within abar[s-1], and side values may be idle.
         most = available_bytes - (costs.activation[s - 1] if s > 1 else 0)
+        for k in range(2, s):
+            most += idle_after(costs, 1, k, s)
         for t in range(s, n + 1):
             count, lowest, steps = _lowest(costs, stairs, scratch, s, t, most)
             num_steps += steps
@@ -102,13 +104,14 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
                 count, lowest = _merged(scratch, lowest, count, added), 1 - lowest
             if count > most_stairs:
                 return -1, lowest, num_steps
-    begin = 0
+    begin, idle = 0, 0
     for p in range(s + 1, t + 1):
-        begin = max(begin, forward_peak(costs, s, p - 1, t))
+        begin = max(begin, forward_peak(costs, s, p - 1, t) - idle)
+        idle += idle_after(costs, s, p - 1, t)
         if begin > most:
             break
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
-        held = costs.activation[p - 1]
+        held = costs.activation[p - 1] - idle
         added, steps = _option_split(stairs, scratch, lowest, count, s, p, t, held, begin, most, seconds)
         num_steps += steps
         if added:

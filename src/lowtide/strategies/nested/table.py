@@ -17,7 +17,15 @@ import numpy as np
 
 from lowtide.strategies.nested.costs import Bytes, Costs, Indices
 from lowtide.strategies.nested.fill import fill_rows
-from lowtide.strategies.nested.least import Least, forward_peak, least_memory, own_peak, slower_as
+from lowtide.strategies.nested.least import (
+    Least,
+    forward_peak,
+    held_by_split,
+    idle_after,
+    least_memory,
+    own_peak,
+    slower_as,
+)
 from lowtide.strategies.nested.rows import Rows, empty_rows, slower_by_rows
 from lowtide.strategies.nested.stairs import Stairs, empty_stairs, slower_by_stairs, stairs_of
 from lowtide.strategies.numerics.kernels import kernel, kernel_part
@@ -58,13 +66,14 @@ def _decide(costs: Costs, known: _Known, s: int, t: int, available_bytes: int) -
                     seconds += _slower(known, s + 1, t, available_bytes - costs.way_saved[way])
                 if seconds < best:
                     best, decision = seconds, way
-    peak = 0
+    peak, idle = 0, 0
     for p in range(s + 1, t + 1):
-        peak = max(peak, forward_peak(costs, s, p - 1, t))
+        peak = max(peak, forward_peak(costs, s, p - 1, t) - idle)
+        idle += idle_after(costs, s, p - 1, t)
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
         if peak > available_bytes or seconds >= best:
             break
-        seconds += _slower(known, p, t, available_bytes - costs.activation[p - 1])
+        seconds += _slower(known, p, t, available_bytes - costs.activation[p - 1] + idle)
         seconds += _slower(known, s, p - 1, available_bytes)
         if seconds < best:
             best, decision = seconds, -p
@@ -88,7 +97,7 @@ def _read_off(costs: Costs, known: _Known, decisions: Indices, pending: Indices)
             p = -decision
             seconds += costs.split_until[p] - costs.forward_until[s - 1]
             num_pending = _put(pending, num_pending, s, p - 1, available)
-            num_pending = _put(pending, num_pending, p, t, available - costs.activation[p - 1])
+            num_pending = _put(pending, num_pending, p, t, available - held_by_split(costs, s, p, t))
         else:
             seconds += slower_as(costs, decision, s, t)
             if s < t:
