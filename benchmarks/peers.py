@@ -102,7 +102,7 @@ def measured_once() -> Iterator[None]:
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
         asked = settings.compilation
-        key = id(model), settings.bandwidth > 0, asked and (asked.regions, asked.budgets)
+        key = id(model), settings.bandwidth > 0, asked and (asked.regions, asked.budgets, repr(asked.options))
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings, *others)
             measured[key] = split, chain, None if compiled is None else compiled.compilation

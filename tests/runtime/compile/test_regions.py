@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.compile.compiled import Compilation, _compiled_function, _is_padded
+from lowtide.runtime.compile.compiled import Compilation, _compiled_function, _is_padded, num_alike
 from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.compile.regions import forget_regions, regions_of
 from lowtide.runtime.execute.checks import Checks
@@ -467,6 +467,12 @@ def test_variants_that_are_compiled_are_as_many_as_equal_blocks_share() -> None:
     found = [trials._few_of(budgets, most) for most in range(-1, 6)]
     assert found == [(), (), (0.8,), (0.8, 0.0), (0.8, 0.6, 0.0), budgets, budgets]
     assert trials._few_of((), 3) == ()
+
+
+@pytest.mark.parametrize(("model", "alike"), [(Language(depth=12), 6), (Language(depth=3), 1)])
+def test_blocks_that_share_a_compilation_are_counted(model: nn.Module, alike: int) -> None:
+    split = capture(model, texts()[0], blocks=True)
+    assert num_alike(model, split) == alike  # the first block has what comes before it, and is of a kind of its own
 
 
 @pytest.mark.parametrize(

@@ -482,6 +482,18 @@ def test_larger_batches_are_planned_for():
         assert plan.num_shapes == 2
 
 
+def test_planning_again_for_the_same_calls_says_so(monkeypatch):
+    plan, _ = fitted(blocks, resident_bytes(blocks) // 2)
+    with plan:
+        square(plan.model(batch(blocks))).backward()
+        monkeypatch.setattr(RealSteps, "peak_bytes", property(lambda _: plan.memory_budget + 64))  # as CUDA might say
+        with pytest.warns(lowtide.LowtideWarning) as seen:
+            plan.model(batch(blocks))
+        said = [str(warning.message) for warning in seen]
+    assert [each for each in said if each.startswith("planning")] == [each for each in said if "again took" in each]
+    assert any(each.endswith("training continues; raise the budget to avoid it") for each in said)
+
+
 def test_accumulation_within_the_budget():
     """Gradients that are there when a forward begins are added to where they are, whether that was planned or not."""
 

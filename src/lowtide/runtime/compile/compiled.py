@@ -339,6 +339,15 @@ def can_have_regions(options: Mapping[str, Any]) -> bool:
     return options.get("dynamic") is False and options.get("mode") in (None, "default", "max-autotune-no-cudagraphs")
 
 
+def num_alike(model: nn.Module, split: Split) -> int:
+    """How many blocks share one compilation, on average; of a model without blocks, how many stages."""
+    units = list(_units_to_compile(model, split))
+    kinds = [(stage.kind or stage.name, place) for _, stage, place, module in units if _has_parts(module)]
+    if not kinds:
+        return split.num_stages // max(1, split.num_kinds)
+    return len(kinds) // len(set(kinds))
+
+
 def choice_of(model: nn.Module, split: Split) -> VariantChoice | None:
     """How the variants of a model's stages are chosen, where they are compiled."""
     regions = regions_of(model)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError
-from lowtide.runtime.compile.compiled import Compilation, CompiledModel
+from lowtide.runtime.compile.compiled import Compilation, CompiledModel, num_alike
 from lowtide.runtime.compile.regions import many_compilations, not_one_graph
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.moving import (
@@ -86,9 +86,10 @@ _MOST_DIFFERENT = 16
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
-# Where trials decide, each kind of stage is compiled in two ways, and the whole model once: so many stages of each kind
-# make that twice the model.
-_FEWEST_ALIKE = 2
+# Where trials decide, each kind of block is compiled in both ways, and what is compiled is at most so many times the
+# model.
+_NUM_WAYS = 2
+_MOST_MODELS = 2
 
 # Steps that are timed to tell two ways to compile apart.
 _NUM_TIMED = 5
@@ -204,7 +205,8 @@ def plan_for(
                 raise
     if settings.compilation is not None:
         with many_compilations():
-            return _compiled_plan(model, sample, settings, after, tier=tier, goes_on=goes_on and not may_move)
+            accepts = goes_on and not may_move
+            return _CompiledPlanning(model, sample, settings, after, tier=tier, goes_on=accepts).plan()
     of_kind: dict[str, StageFigures] = {}  # what stages take by themselves is the same in all ways
     ways = [settings]
     if settings.bandwidth and settings.strategy == AUTO:
@@ -264,65 +266,94 @@ def _is_timed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _compiled_plan(
-    model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
-) -> tuple[Planned, CompiledModel]:
-    """A plan for compiled stages, in regions or block by block.
+class _CompiledPlanning:
+    """Plans for compiled stages, in regions or block by block.
 
     Where trials decide, they compile at most about as much as twice the model: the whole model as one region, beside
     blocks that share their compilations, without variants where that tells which is faster; where the whole does not
     fit, the stages in both ways without variants, and one way with as many as there are equal blocks to share them.
     """
-    compilation = settings.compilation
-    assert compilation is not None
-    decides = settings.regions == AUTO and _is_timed(device_of(model))
-    num_alike = _num_alike(model, sample, settings) if decides else 2**30
-    repeats = num_alike >= _FEWEST_ALIKE
-    budgets = _few_of(compilation.budgets, num_alike - _FEWEST_ALIKE)
 
-    def planned_with(
-        *, regions: bool, budgets: tuple[float, ...] = budgets, accepts: bool = goes_on
+    def __init__(
+        self, model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, *, tier: Tier, goes_on: bool
+    ) -> None:
+        assert settings.compilation is not None
+        self._model, self._sample, self._settings = model, sample, settings
+        self._compilation = settings.compilation
+        self._after, self._tier, self._goes_on = after, tier, goes_on
+        self._budgets = settings.compilation.budgets
+        self._repeats = True
+
+    def plan(self) -> tuple[Planned, CompiledModel]:
+        """The plan.
+
+        Raises:
+            InfeasibleBudgetError: with the least of the budgets that work in one of the ways.
+        """
+        settings = self._settings
+        decides = settings.regions == AUTO and _is_timed(device_of(self._model))
+        if not (decides or settings.regions is True):
+            return self._advised(self._planned_with(regions=False))
+        trials = None if self._after is not None else _storing_all(self._model, self._sample, settings, self._tier)
+        if decides:
+            self._bound(num_compiled=0 if trials is None else 1)
+        whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
+        if whole is not None:
+            beside = decides and self._repeats
+            return self._advised(_faster(whole, partial(self._blocks_beside, whole[0]))) if beside else whole
+        return self._advised(self._the_faster_that_fits()) if decides else self._planned_with(regions=True)
+
+    def _bound(self, num_compiled: int) -> None:
+        """Choose how many variants there may be where the whole model is compiled so often besides."""
+        split, _ = capture_for(lambda split: None, self._model, self._sample, loss=self._settings.loss, blocks=True)
+        alike = num_alike(self._model, split)
+        self._repeats = alike >= _NUM_WAYS
+        most = (_MOST_MODELS - num_compiled) * alike - _NUM_WAYS
+        self._budgets = _few_of(self._budgets, most if self._repeats else 0)
+
+    def _planned_with(
+        self, *, regions: bool, budgets: tuple[float, ...] | None = None, accepts: bool | None = None
     ) -> tuple[Planned, CompiledModel]:
-        chosen = replace(settings, compilation=replace(compilation, regions=regions, budgets=budgets))
-        if regions and not repeats:  # there is nothing to share: a few large regions are compiled sooner than many
+        model, sample, after = self._model, self._sample, self._after
+        budgets = self._budgets if budgets is None else budgets
+        chosen = replace(self._settings, compilation=replace(self._compilation, regions=regions, budgets=budgets))
+        if regions and not self._repeats:  # nothing to share: a few large regions are compiled sooner than many
             chosen = replace(chosen, most_stages=_MOST_DIFFERENT)
         split, (chain, compiled) = measured_for(model, sample, chosen)
         assert compiled is not None
+        accepts = self._goes_on if accepts is None else accepts
         try:
-            return _planned_with(model, sample, split, chain, chosen, after, tier=tier, goes_on=accepts), compiled
+            return _planned_with(model, sample, split, chain, chosen, after, tier=self._tier, goes_on=accepts), compiled
         except BaseException:
             compiled.remove()
             raise
 
-    def blocks_beside(whole: Planned) -> tuple[Planned, CompiledModel]:
-        found = planned_with(regions=False, budgets=())
-        is_slowed = found[0].solution.trace.num_recomputed > 0 and budgets
+    def _blocks_beside(self, whole: Planned) -> tuple[Planned, CompiledModel]:
+        """Blocks beside the whole model; with variants where they recompute, and would be faster without that."""
+        found = self._planned_with(regions=False, budgets=())
+        is_slowed = found[0].solution.trace.num_recomputed > 0 and self._budgets
         if not is_slowed or found[0].chain.compute_seconds >= whole.solution.seconds:
             return found
         found[1].remove()
-        return planned_with(regions=False)
+        return self._planned_with(regions=False)
 
-    if not (decides or settings.regions is True):
-        return _advised(planned_with(regions=False), sample)
-    whole = _as_one_region(model, sample, settings, tier) if after is None else None
-    if not decides:
-        return whole or planned_with(regions=True)
-    if whole is not None:
-        return _advised(_faster(whole, partial(blocks_beside, whole[0])) if repeats else whole, sample)
-    refused: list[tuple[int, str]] = []
-    ways = _ways_by_speed(model, sample, settings, budgets) if repeats else [True, False]
-    for regions in ways:
-        try:
-            return _advised(planned_with(regions=regions, accepts=goes_on and regions == ways[-1]), sample)
-        except InfeasibleBudgetError as error:
-            refused.append((error.minimum_bytes, str(error)))
-    raise _refusal(refused, settings.memory_budget)
+    def _the_faster_that_fits(self) -> tuple[Planned, CompiledModel]:
+        refused: list[tuple[int, str]] = []
+        ways = [True, False]
+        if self._repeats:
+            ways = _ways_by_speed(self._model, self._sample, self._settings, self._budgets)
+        for regions in ways:
+            try:
+                return self._planned_with(regions=regions, accepts=self._goes_on and regions == ways[-1])
+            except InfeasibleBudgetError as error:
+                refused.append((error.minimum_bytes, str(error)))
+        raise _refusal(refused, self._settings.memory_budget)
 
-
-def _num_alike(model: nn.Module, sample: Sample, settings: Settings) -> int:
-    """How many stages share one compilation, on average."""
-    split, _ = capture_for(lambda split: None, model, sample, loss=settings.loss, blocks=True)
-    return split.num_stages // max(1, split.num_kinds)
+    def _advised(self, found: tuple[Planned, CompiledModel]) -> tuple[Planned, CompiledModel]:
+        """A plan whose user is told where another layout of images would be faster."""
+        if found[1].copies_images(self._sample.tensors()):
+            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
+        return found
 
 
 def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
@@ -352,38 +383,29 @@ def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings, budgets
     return sorted(seconds, key=seconds.__getitem__)
 
 
-def _advised(found: tuple[Planned, CompiledModel], sample: Sample) -> tuple[Planned, CompiledModel]:
-    """A plan whose user is told where another layout of images would be faster."""
-    if found[1].copies_images(sample.tensors()):
-        warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
-    return found
-
-
-def _as_one_region(
-    model: nn.Module, sample: Sample, settings: Settings, tier: Tier
-) -> tuple[Planned, CompiledModel] | None:
-    """Everything stored and compiled as one; None: that does not stay within the budget, or cannot be.
-
-    What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
-    """
-    compilation = settings.compilation
-    assert compilation is not None
+def _storing_all(model: nn.Module, sample: Sample, settings: Settings, tier: Tier) -> _Trials | None:
+    """Trials of everything stored; None: whatever a compiler saves, that does not stay within the budget."""
     if settings.strategy not in _MAY_STORE_ALL or settings.stages is not None:
         return None
     settings = replace(settings, compilation=None, strategy="store-all", bandwidth=0)
     split, (chain, _) = measured_for(model, sample, settings)
     trials = _Trials(model, sample, split, chain, settings, tier, 0)
     predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
-    budget = trials.asked.memory_budget
     assert isinstance(predicted, Trial)
-    if budget < max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes):
-        return None
-    if settings.progress is not None:
-        settings.progress("compiling the model as one region", 0.0)
-    compiled = replace(compilation, budgets=(), regions=True).of(model, split)
+    least = max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes)
+    return trials if trials.asked.memory_budget >= least else None
+
+
+def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) -> tuple[Planned, CompiledModel] | None:
+    """Everything stored and compiled as one; None: that does not stay within the budget, or cannot be.
+
+    What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
+    """
+    trials.say("compiling the model as one region")
+    compiled = replace(compilation, budgets=(), regions=True).of(model, trials.split)
     try:
         tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
-        if isinstance(tried, Trial) and tried.peak_bytes <= budget:
+        if isinstance(tried, Trial) and tried.peak_bytes <= trials.asked.memory_budget:
             found = trials.planned(Accept(1, tried.peak_bytes - tried.predicted_bytes, tried.peak_bytes))
             return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
     except BaseException as error:
@@ -612,7 +634,7 @@ class _Trials:
         self._moving = moving
         self._model = model
         self._sample = sample
-        self._split = split
+        self.split = split
         self._settings = settings
         self._tier = tier
         self._notes: list[str] = list(chain.provenance.get("notes", ()))
@@ -656,7 +678,7 @@ class _Trials:
         found = Trial(solution.peak_bytes, solution.seconds, solution.trace.moved_bytes > 0)
         if not attempt.is_tried:
             return found
-        planned = Planned(self._split, solution, self._tier, moving=self._moving)
+        planned = Planned(self.split, solution, self._tier, moving=self._moving)
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
@@ -688,6 +710,11 @@ class _Trials:
         solve = leanest_solution if attempt.is_leanest else solution_for
         return solve(chain, settings)
 
+    def say(self, task: str) -> None:
+        """Show what is being done."""
+        if self._settings.progress is not None:
+            self._settings.progress(task, 0.0)
+
     def predicted(self) -> Solution:
         """What the first attempt will be.
 
@@ -717,7 +744,7 @@ class _Trials:
                 f"the prediction is without clipping, which reads gradients on the host: about {clipping} more",
             )
         return Planned(
-            self._split,
+            self.split,
             priced,
             self._tier,
             accept.peak_bytes,

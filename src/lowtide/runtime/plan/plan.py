@@ -443,10 +443,12 @@ class Plan:
             part = self._part_for(sample, observed)
         if budget is not None and meter.peak_bytes > budget and not self._said_planning:
             self._said_planning = True
+            is_other = observed.exceeded is None
+            advice = "call the model in one way (shapes, masks, autocast), or raise" if is_other else "raise"
             _warn(
-                f"planning for other calls took {format_bytes(meter.peak_bytes)}, since all weights and optimizer "
-                f"state return to the device meanwhile, but the budget is {format_bytes(budget)}; training continues. "
-                "Call the model in one way (shapes, masks, autocast), or raise the budget"
+                f"planning {'for other calls' if is_other else 'again'} took {format_bytes(meter.peak_bytes)}, since "
+                "all weights and optimizer state return to the device meanwhile, but the budget is "
+                f"{format_bytes(budget)}; training continues; {advice} the budget to avoid it"
             )
         return part
 
