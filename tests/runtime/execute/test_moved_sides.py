@@ -215,7 +215,13 @@ def test_a_chain_that_does_not_say_which_tensors_they_are_is_refused() -> None:
     model, _ = network()
     chain = measured(UNet)
     schedule = moving(chain, storing(chain.num_stages))
-    for wrong, message in (({}, "not known which tensors"), ({"side_tensors": ["one"]}, "side_tensors is")):
+    numbers = chain.provenance["side_tensors"]
+    for wrong, message in (
+        ({}, "not known which tensors"),
+        ({"side_tensors": ["one"]}, "side_tensors is"),
+        ({"side_tensors": numbers, "read_tensors": ["one"]}, "read_tensors is .*lists; "),
+        ({"side_tensors": numbers, "read_tensors": [["one"]]}, "read_tensors is .*whole numbers"),
+    ):
         provenance = {"split": chain.provenance["split"], **wrong}
         with pytest.raises(PlanError, match=message):
             attached(model, replace(chain, provenance=provenance), schedule)

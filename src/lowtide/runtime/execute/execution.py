@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ class Execution:
             functions=functions,
             weights=self.weights,
             regions=regions,
+            expected=_by_stage(coarse, read_tensors(chain)),
         )
         self._steps: StagedSteps | None = None
         if self.weights is not None and program.placement is not None:
@@ -223,6 +224,26 @@ def side_tensors(chain: Chain | None) -> list[int]:
     if not isinstance(found, list | tuple) or any(type(number) is not int for number in found):
         raise PlanError(f"side_tensors is {shown(found)}, expected a list of whole numbers; was the file edited?")
     return list(found)
+
+
+def read_tensors(chain: Chain | None) -> list[frozenset[int]]:
+    """By stage of a measured chain, which of its tensors are read later.
+
+    Raises:
+        PlanError: where these are no lists of numbers.
+    """
+    found = [] if chain is None else chain.provenance.get("read_tensors", [])
+    if not isinstance(found, list | tuple) or not all(isinstance(numbers, list | tuple) for numbers in found):
+        raise PlanError(f"read_tensors is {shown(found)}, expected a list of lists; was the file edited?")
+    if any(type(number) is not int for numbers in found for number in numbers):
+        raise PlanError(f"read_tensors is {shown(found)}, expected lists of whole numbers; was the file edited?")
+    return [frozenset(numbers) for numbers in found]
+
+
+def _by_stage(coarse: Coarse, read: Sequence[frozenset[int]]) -> dict[int, frozenset[int]]:
+    """The same by the stages that are executed, as far as these are the chain's own: joined ones count tensors anew."""
+    stages = ((coarse.stage_of(k), numbers) for k, numbers in enumerate(read[: sum(coarse.sizes)], start=1))
+    return {k: numbers for k, numbers in stages if coarse.sizes[k - 1] == 1}
 
 
 def _nothing() -> None:

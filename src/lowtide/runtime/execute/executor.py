@@ -198,13 +198,15 @@ class RunningStep:
         return sum(leaf.is_in(address) for leaf in (*leaves, *self.sides.values()))
 
     def _wanted(self, k: int, outputs: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Of a stage's living tensors those that the next stage reads, as far as an earlier step has shown it."""
+        """Of a stage's living tensors those that the next stage reads, as far as an earlier step or measuring has shown
+        it; what it turns out to read besides is taken in then.
+        """
         if not self.program.keeps_outputs(k):
             return {}
         alive = self._alive[k] = frozenset(outputs)
         earlier, reads = self.machine.reads.get(k, (None, frozenset()))
         if earlier != alive:  # the first step, or a hook of the user's made other tensors than before
-            return outputs
+            reads = self.machine.expected.get(k, alive) if earlier is None else alive
         return {number: tensor for number, tensor in outputs.items() if number in reads}
 
     def end_forward(self) -> None:

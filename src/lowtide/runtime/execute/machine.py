@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from types import MappingProxyType
@@ -66,6 +66,7 @@ class Machine:
         functions: what to call between units instead of torch functions; all stages are watched for them.
         weights: those that the program moves; None: it moves none.
         regions: what runs the model in compiled regions; None: it runs in units.
+        expected: by stage, the numbers of its tensors that are read later, as far as it is known before the first step.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Machine:
         functions: Functions = MappingProxyType({}),
         weights: Weights | None = None,
         regions: RegionLayer | None = None,
+        expected: Mapping[int, frozenset[int]] = MappingProxyType({}),
     ) -> None:
+        self.expected = expected
         self.weights = weights
         self.regions = regions
         self.update: Callable[[int], None] | None = None

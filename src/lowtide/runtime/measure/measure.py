@@ -277,6 +277,7 @@ def measure_split(
         | {
             "overhead_seconds": [timing.launch_seconds for timing in overhead],  # in each of the launch_seconds
             "side_tensors": [each.tensor for each in skipping],  # by which the executor knows them
+            "read_tensors": [list(figure.read) for figure in figures],  # and these in its first step
         },
     )
 

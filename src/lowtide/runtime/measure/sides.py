@@ -133,8 +133,8 @@ def with_side_values(figures: Sequence[StageFigures], skipping: Iterable[Skippin
 def with_outliving(
     figures: Sequence[StageFigures], skipping: Sequence[Skipping], staged: StagedModel
 ) -> list[StageFigures]:
-    """The figures with what the model's own code holds beyond its use when a stage begins: a variable, the arguments of
-    a call around it, a list.
+    """The figures with what of a stage is read later, and with what the model's own code holds beyond its use when a
+    stage begins: a variable, the arguments of a call around it, a list.
 
     What of it is the output of an earlier stage counts where the schedule does not store that anyway (`outliving`). The
     rest counts in every forward; where all is saved, most of it is what an earlier stage has saved: there it counts as
@@ -159,6 +159,7 @@ def with_outliving(
             replace(
                 figure,
                 outliving=outliving,
+                read=tuple(staged.stage(k).output_numbers),
                 forward_extra_bytes=figure.forward_extra_bytes + more_bytes,
                 saving_extra_bytes=figure.saving_extra_bytes
                 + min(more_bytes, max(0, left_bytes - figure.saving_extra_bytes)),

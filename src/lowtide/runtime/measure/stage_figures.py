@@ -37,6 +37,7 @@ class StageFigures:
         variants: the names and figures of other ways to run it, each found to compute the same.
         notes: what people should know of it, such as variants that were refused.
         outliving: see `lowtide.chain.Stage`.
+        read: the numbers of its tensors that later stages, or the caller, read.
     """
 
     output_bytes: int = 0
@@ -59,6 +60,7 @@ class StageFigures:
     variants: tuple[tuple[str, StageFigures], ...] = ()
     notes: tuple[str, ...] = ()
     outliving: tuple[tuple[int, int], ...] = ()
+    read: tuple[int, ...] = ()
 
     @property
     def rerun_share(self) -> float:
