@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import as_executed, num_late_fetches, with_late_fetches
 from lowtide.runtime.execute.weights import Parked
 from lowtide.runtime.meter import Meter
+from lowtide.runtime.transfer import file_tier
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -299,9 +301,19 @@ def test_gradients_that_stay_are_copied_while_backward_runs():
     assert moved(lambda gradient: gradient.mul_(0.5)) - moved(lambda gradient: None) == num_bytes
 
 
+@pytest.mark.parametrize("num_slow_copies", [0, 2 * N])
 @pytest.mark.parametrize("past_versions", [False, True])
-def test_gradients_that_stay_and_are_changed(past_versions):
-    """Training loops of all ages clamp `p.grad.data`, which no version tells."""
+def test_gradients_that_stay_and_are_changed(past_versions, num_slow_copies, monkeypatch):
+    """Training loops of all ages clamp `p.grad.data`, which no version tells; in the first steps, which compare,
+    perhaps before the copy that backward began has ended.
+    """
+    fill, numbers = file_tier._fill_mirrors, itertools.count()
+
+    def fill_late(copies: Any) -> None:
+        time.sleep(0.02 if next(numbers) < num_slow_copies else 0.0)
+        fill(copies)
+
+    monkeypatch.setattr(file_tier, "_fill_mirrors", fill_late)
 
     def clamp(model: nn.Module) -> None:
         for parameter in model.parameters():

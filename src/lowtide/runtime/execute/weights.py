@@ -281,8 +281,13 @@ class Parked:
         self._compare()
         return self._send(self._able_to_leave())
 
-    def leave_where_named(self) -> int:
-        """Free the device memory of what has a second name on the lower tier; returns the bytes copied."""
+    def hand_over(self) -> int:
+        """The user's code comes next: what was fetched is there, and what has a second name on the lower tier is where
+        that is; returns the bytes copied.
+        """
+        if self._are_renewed and self._is_compared_next:
+            # A copy that still runs could take up what the user writes now, and comparing would show nothing.
+            self._wait_for_leaving()
         self.arrive()
         if not any(item.is_named_at_home for item in self._items.values()):
             return 0
@@ -330,7 +335,7 @@ class Parked:
         """
         is_first = self._num_compared < _NUM_COMPARED
         current = {key: item for key, item in self._items.items() if item.is_there and item.is_current}
-        if current and not self._is_written and (is_first or self.is_watched):
+        if current and self._is_compared_next:
             self._num_compared += 1
             self._wait_for_leaving()
             places = [(key, item, item.mirror) for key, item in current.items() if item.mirror is not None]
@@ -341,6 +346,11 @@ class Parked:
         if self._is_written:
             for item in self._items.values():
                 item.note_change()
+
+    @property
+    def _is_compared_next(self) -> bool:
+        """Whether it is compared with its mirrors when it leaves next."""
+        return not self._is_written and (self._num_compared < _NUM_COMPARED or self.is_watched)
 
     def prefetch(self) -> int:
         """Take device memory and queue copies from the mirrors; returns their bytes."""
@@ -588,7 +598,7 @@ class Weights:
     def hand_over(self) -> None:
         """The user's code comes next: all that is on its way is there, and what has a second name is where that is."""
         for value in self._values.values():
-            self.moved_bytes += value.leave_where_named()
+            self.moved_bytes += value.hand_over()
 
     def make_room(self) -> None:
         """Take the room for gradients on the lower tier."""
