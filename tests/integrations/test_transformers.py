@@ -62,6 +62,9 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+# On the CPU the batches that the Trainer reads ahead are device memory that no trial step has seen (3.6 kB of 1.7 MB
+# here). A schedule that leaves no room for them is corrected, with a warning; measured times decide which one there is.
+@pytest.mark.filterwarnings("ignore:a step took:lowtide.LowtideWarning")
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulated", "bf16"]
 )
