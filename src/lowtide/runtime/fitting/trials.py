@@ -269,9 +269,10 @@ def _is_timed(device: torch.device) -> bool:
 class _CompiledPlanning:
     """Plans for compiled stages, in regions or block by block.
 
-    Where trials decide, they compile at most about as much as twice the model: the whole model as one region, beside
-    blocks that share their compilations, without variants where that tells which is faster; where the whole does not
-    fit, the stages in both ways without variants, and one way with as many as there are equal blocks to share them.
+    Where trials decide, they compile at most about as much as twice the model, besides what schedules join: the whole
+    model as one region, beside blocks that share their compilations, without variants where that tells which is faster;
+    where the whole does not fit, the stages in both ways without variants, and one way with as many as there are equal
+    blocks to share them.
     """
 
     def __init__(
