@@ -387,7 +387,7 @@ class _CompiledPlanning:
             except InfeasibleBudgetError as error:
                 if way.joint is None:
                     refused.append((error.minimum_bytes, str(error)))
-            except (torch.OutOfMemoryError, *not_one_graph()):
+            except _impossible():
                 if way.joint is None:
                     raise
         if best is None:
@@ -471,10 +471,15 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) 
         return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
     except BaseException as error:
         compiled.remove()
-        if not isinstance(error, (torch.OutOfMemoryError, *not_one_graph())):
+        if not isinstance(error, _impossible()):
             raise
     let_go(device_of(model))
     return None
+
+
+def _impossible() -> tuple[type[Exception], ...]:
+    """The errors that say that a model cannot be compiled in some way, or does not fit so."""
+    return InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()
 
 
 def _like_the_whole(chain: Chain, whole: Planned, settings: Settings) -> Chain:
@@ -521,7 +526,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except (InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()):
+    except _impossible():
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:
