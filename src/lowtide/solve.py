@@ -172,8 +172,12 @@ def solve(
     for name in _only_of_joint(step_in_backward, moves_activations):
         raise StrategyError(f"{name} is a setting of the strategy 'joint'; give strategy=\"joint\" with it")
     entries = [entry for entry in applicable(chain, rate, manage_weights=manage_weights) if not entry.lists_updates]
+    entries.sort(key=_turn)
     floor = _least_seconds(chain)
+    optimal: set[str] = set()  # nothing that they search is faster than what they found
     for tried, entry in enumerate(entries):
+        if best is not None and (entry.within in optimal or _least_seconds(chain, entry) >= best[2].seconds):
+            continue  # cannot be faster
         if progress is not None:
             progress(entry.name, tried / len(entries))
         try:
@@ -182,6 +186,9 @@ def solve(
             candidates.append(Candidate(entry.name, None, None, error.minimum_bytes))
             continue
         candidates.append(Candidate(entry.name, trace.seconds, trace.peak_bytes, None))
+        bound = answer.lower_bound_seconds
+        if bound is not None and trace.seconds <= bound * (1 + 1e-12):
+            optimal.add(entry.name)
         if not entry.manages_weights:
             others.append((entry, answer, trace))
         elif moving is None or trace.seconds < moving[2].seconds:
@@ -222,8 +229,19 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
     ]
 
 
-def _least_seconds(chain: Chain) -> float:
-    """A lower bound: every stage once forward and backward, in its fastest variant."""
+def _turn(entry: Entry) -> tuple[bool, bool, bool]:
+    """When `auto` tries a strategy: first what may end the search at once, last what takes the longest."""
+    return not entry.runs_once, entry.moves, bool(entry.within)
+
+
+def _least_seconds(chain: Chain, entry: Entry | None = None) -> float:
+    """A lower bound on the time of any schedule, or of one strategy's: every stage once forward and backward, in its
+    fastest variant; where forwards run twice, the second one without what nothing needs.
+    """
+    if entry is not None and entry.runs_twice:
+        firsts, last = chain.stages[:-1], chain.stages[-1]
+        twice = (stage.forward_seconds + stage.rerun_seconds + stage.backward_seconds for stage in firsts)
+        return sum(twice) + last.forward_seconds + last.backward_seconds
     ways = ([stage.variant(v) for v in range(stage.num_variants)] for stage in chain.stages)
     return sum(min(way.forward_seconds + way.backward_seconds for way in own) for own in ways)
 

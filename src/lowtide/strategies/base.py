@@ -131,6 +131,12 @@ class Entry:
     manages_weights: bool = False
     lists_updates: bool = False
     """Its times include the optimizer steps: `auto` does not compare it with the others."""
+    runs_once: bool = False
+    """Runs every computation once: nothing can be faster if no computation waits, so `auto` tries it first."""
+    runs_twice: bool = False
+    """Runs every forward but the last at least twice."""
+    within: str = ""
+    """The strategy that searches all of its schedules, and more."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,21 +159,24 @@ _HERE = "lowtide.strategies"
 REGISTRY: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("store-all", "keep everything, as plain training does", "-", f"{_HERE}.store_all", "StoreAll"),
+        Entry("store-all", "keep everything, as plain training does", "-", f"{_HERE}.store_all", "StoreAll", runs_once=True),
         Entry(
             "segments",
             "periodic checkpointing in K equal segments",
             "Chen et al. 2016; rotor §5.3",
             f"{_HERE}.segments",
             "Segments",
+            within="rotor",
         ),
-        Entry("chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen"),
+        Entry("chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen", within="rotor"),
         Entry(
             "revolve",
             "optimal in the automatic-differentiation model: saves only outputs",
             "rotor §5.3",
             f"{_HERE}.revolve",
             "Revolve",
+            runs_twice=True,
+            within="rotor",
         ),
         Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
         Entry(
@@ -176,6 +185,7 @@ REGISTRY: dict[str, Entry] = {
             "Hong §3, algorithm 3",
             f"{_HERE}.selection",
             "SelectionStrategy",
+            within="rotor",
         ),
         Entry(
             "dynamic-selection",
@@ -183,6 +193,7 @@ REGISTRY: dict[str, Entry] = {
             "Hong §4, algorithms 5 and 6",
             f"{_HERE}.dynamic_selection",
             "DynamicSelection",
+            within="rotor",
         ),
         Entry(
             "offload",
@@ -191,6 +202,7 @@ REGISTRY: dict[str, Entry] = {
             f"{_HERE}.offload",
             "OffloadOnly",
             moves=True,
+            runs_once=True,
         ),
         Entry(
             "opportunist",
