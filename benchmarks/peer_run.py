@@ -68,6 +68,7 @@ class Run(harness.Run):
         super().__init__("peers", arguments, device, RESULTS)
         self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
         self.memory_budgets: list[float] = arguments.memory_budgets
+        self.shares: list[float] = arguments.shares
         self.num_segments: list[int] | None = arguments.segments
         self.variants: bool | str = {"on": True, "off": False}.get(arguments.variants, arguments.variants)
         self.regions: bool | str | None = {"on": True, "off": False}.get(arguments.regions, arguments.regions)

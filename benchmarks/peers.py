@@ -3,6 +3,7 @@
     python -m benchmarks.peers --device cuda --seconds 200 --output DIR        # the most telling rows first
     python -m benchmarks.peers --device cuda --only gpt --memory-budgets 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9
     python -m benchmarks.peers --device cuda --resume DIR/peers-h200.json --output DIR   # go on where a run ended
+    python -m benchmarks.peers --device cuda --passes compiled --shares --side-by-side 6 --seconds 560
     python -m benchmarks.peers --device cuda --largest-batch --only gpt resnet --seconds 300
     python -m benchmarks.peers --tiny                                          # a minute on any CPU
     python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and figure again, no measuring
@@ -11,7 +12,8 @@ Peers: plain training, eager and compiled as a whole; `checkpoint_sequential` at
 layer checkpointed (transformers' gradient checkpointing, where the model is one of its own); `activation_memory_budget`
 with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measured peak as its budget, so that the
 claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
-takes longest for the first of them. A step is forward and backward, without an optimizer.
+takes longest for the first of them. A step is forward and backward, without an optimizer. `--side-by-side` compiles
+several networks at once before each is measured alone.
 
 Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
@@ -19,8 +21,10 @@ at the end.
 
 from __future__ import annotations
 
+import argparse
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_batches import largest_batches
 from benchmarks.peer_claim import Row, report_lines
+from benchmarks.peer_compiling import SHARE_OF_TIME, compile_side_by_side
 from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
 from benchmarks.peer_run import Batches, Run, batch_lines, write
 from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_segments, saved_on_cpu
@@ -50,8 +55,6 @@ from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 
-# lowtide's further budgets, as shares of plain training's peak.
-SHARES = (0.6, 0.4)
 # Peaks that lie nearer to each other than this are one budget.
 SAME_BUDGET = 0.01
 
@@ -137,7 +140,7 @@ def measure_lowtide(
         row.note = plan.schedule.strategy
 
 
-def budgets_from(rows: list[Row], *, compiled: bool, shares: tuple[float, ...]) -> list[int]:
+def budgets_from(rows: list[Row], *, compiled: bool, shares: Sequence[float]) -> list[int]:
     """Every peak that the peers reach, and shares of plain training's; those that are nearly equal once."""
     peers = [row for row in rows if row.is_measured and row.family == "peer" and row.compiled == compiled]
     peaks = [row.peak_bytes or 0 for row in peers]
@@ -181,8 +184,8 @@ def eager_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]
             measure_peer(run, *made, way, row)
 
         run.row(Row(network.title, name, "peer"), "peer", measure)
-    budgets = budgets_from(run.of(network), compiled=False, shares=SHARES)
-    lowtide_rows(run, network, made, "lowtide", [*budgets, None])
+    budgets = budgets_from(run.of(network), compiled=False, shares=run.shares)
+    lowtide_rows(run, network, made, "lowtide", [*budgets, *([None] if run.shares else [])])
 
 
 def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
@@ -194,9 +197,9 @@ def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, A
             measure_peer(run, *made, compiled_whole(made[0], run.backend, memory_budget), row)
 
         run.row(Row(network.title, name, "peer", compiled=True), "compile", measure)
-        shares = SHARES if memory_budget == 1 else ()
+        shares = run.shares if memory_budget == 1 else ()
         budgets: list[int | None] = [*budgets_from(run.of(network), compiled=True, shares=shares)]
-        lowtide_rows(run, network, made, "lowtide compiled", budgets + [None] * (memory_budget == 1))
+        lowtide_rows(run, network, made, "lowtide compiled", [*budgets, *([None] if shares else [])])
 
 
 def offloading_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]]) -> None:
@@ -207,7 +210,7 @@ def offloading_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str,
 
     row = run.row(Row(network.title, "save_on_cpu", "peer"), "save_on_cpu", measure)
     peaks = [row.peak_bytes for row in run.of(network) if row.way == "plain, eager" and row.peak_bytes]
-    budgets: list[int | None] = [int(peak * share) for peak in peaks for share in SHARES]
+    budgets: list[int | None] = [int(peak * share) for peak in peaks for share in run.shares]
     if row is not None and row.peak_bytes:
         budgets.insert(0, row.peak_bytes)
         lowtide_rows(run, network, made, "lowtide", [row.peak_bytes])
@@ -233,6 +236,16 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
                 harness.release(run.device)
 
 
+def compile_first(run: Run, networks: list[Network], arguments: argparse.Namespace) -> None:
+    """Compile what the rows of some networks need, several at once, in a part of the run's time."""
+    options = ["--device", arguments.device, "--variants", arguments.variants]
+    options += ["--memory-budgets", *map(str, arguments.memory_budgets), "--shares", *map(str, arguments.shares)]
+    options += ["--tiny"] if arguments.tiny else []
+    options += ["--regions", arguments.regions] if arguments.regions else []
+    left = math.inf if arguments.seconds is None else SHARE_OF_TIME * arguments.seconds - run.clock.elapsed_seconds
+    compile_side_by_side(networks, arguments.side_by_side, options, time.monotonic() + left)
+
+
 def draw_again(path: Path) -> None:
     """Table and figure of earlier results."""
     with earlier_results(path) as values:
@@ -249,6 +262,14 @@ def main(given: list[str] | None = None) -> None:
     harness.add_common_arguments(parser)
     parser.add_argument("--passes", nargs="*", choices=list(PASSES), default=list(PASSES))
     parser.add_argument("--memory-budgets", nargs="*", type=ratio, default=[0.5, 0.2], help="activation_memory_budget")
+    parser.add_argument(
+        "--shares",
+        nargs="*",
+        type=ratio,
+        default=[0.6, 0.4],
+        help="further budgets of lowtide's, of plain training's peak; with none of them, not the least either",
+    )
+    parser.add_argument("--side-by-side", type=count, help="first compile so many networks at once; then measure")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
@@ -273,6 +294,8 @@ def main(given: list[str] | None = None) -> None:
             if arguments.largest_batch:
                 largest_batches(run, networks, arguments.limits, arguments.ways)
             else:
+                if arguments.side_by_side and "compiled" in arguments.passes:
+                    compile_first(run, networks, arguments)
                 measure_all(run, networks, arguments.passes)
     except harness.OutOfTimeError:
         run.skipped.append("what followed")

@@ -1,13 +1,16 @@
 """The peers' benchmark: what it concludes from rows, and a whole run on a CPU in small."""
 
 import argparse
+import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import harness, peer_batches, peers
+from benchmarks import harness, peer_batches, peer_compiling, peers
 from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
+from benchmarks.peer_networks import Network
 from benchmarks.peer_run import Batches, batch_lines
 from benchmarks.peer_ways import compiled_whole
 from torch import nn
@@ -192,6 +195,7 @@ def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_f
         output=tmp_path,
         tiny=True,
         memory_budgets=[],
+        shares=[],
         segments=None,
         variants="off",
         regions="off",
@@ -227,11 +231,10 @@ def test_the_command_is_kept_without_folders(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "SHARES", ())
     budgets_from = peers.budgets_from
     monkeypatch.setattr(peers, "budgets_from", lambda *rows, **how: budgets_from(*rows, **how)[:1])
     given = ["--tiny", "--device", "cpu", "--only", "gpt", "--output", str(tmp_path)]
-    peers.main([*given, "--passes", "eager", "compiled", "--memory-budgets", "--segments", "2"])
+    peers.main([*given, "--passes", "eager", "compiled", "--memory-budgets", "--shares", "0.9", "--segments", "2"])
     written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())
     assert {"machine", "torch", "date"} <= set(written["facts"])
     rows = [Row(**values) for values in written["rows"]]
@@ -241,8 +244,55 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
     assert "Claim: " in (tmp_path / "peers-tiny-cpu.md").read_text()
     assert (tmp_path / "peers-tiny-cpu.png").exists()
     # going on with a finished run measures nothing again
-    peers.main([*given, "--passes", "eager", "--segments", "2", "--resume", str(tmp_path / "peers-tiny-cpu.json")])
+    going_on = ["--shares", "0.9", "--segments", "2", "--resume", str(tmp_path / "peers-tiny-cpu.json")]
+    peers.main([*given, "--passes", "eager", *going_on])
     assert len(json.loads((tmp_path / "peers-tiny-cpu.json").read_text())["rows"]) == len(rows)
+
+
+class _Started:
+    """A process that ends when it is looked at for the second time; a network called slow never does."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        self.command, self.looks = command, 0
+        self.is_slow = "(slow)" in command
+        self.pid = id(self)
+        self.waited = False
+
+    def poll(self) -> int | None:
+        self.looks += 1
+        return 0 if self.looks > 1 and not self.is_slow else None
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_networks_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys):
+    started, killed, most = [], [], []
+
+    def popen(command, **options):
+        started.append(_Started(command, **options))
+        most.append(sum(not (each.looks > 1) or each.is_slow for each in started))
+        return started[-1]
+
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
+    monkeypatch.setattr(peer_compiling, "time", clock)
+    monkeypatch.setattr(peer_compiling, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
+    monkeypatch.setattr(peer_compiling, "os", SimpleNamespace(killpg=lambda pid, _: killed.append(pid)))
+    networks = [Network(name, name, None, None, 0) for name in ("one", "slow", "two", "three")]
+    peer_compiling.compile_side_by_side(networks, 2, ["--device", "cpu"], until=100.0)
+    assert [each.command[each.command.index("--only") + 1] for each in started] == [
+        "(one)",
+        "(slow)",
+        "(two)",
+        "(three)",
+    ]
+    assert max(most) <= 2
+    slow = started[1]
+    assert killed == [slow.pid]
+    assert slow.waited
+    assert "slow was not compiled in time" in capsys.readouterr().out
+    assert all("compiled" in each.command and each.command[3:5] == ["--device", "cpu"] for each in started)
 
 
 @pytest.mark.slow

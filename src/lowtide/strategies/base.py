@@ -159,7 +159,14 @@ _HERE = "lowtide.strategies"
 REGISTRY: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("store-all", "keep everything, as plain training does", "-", f"{_HERE}.store_all", "StoreAll", runs_once=True),
+        Entry(
+            "store-all",
+            "keep everything, as plain training does",
+            "-",
+            f"{_HERE}.store_all",
+            "StoreAll",
+            runs_once=True,
+        ),
         Entry(
             "segments",
             "periodic checkpointing in K equal segments",
@@ -168,7 +175,9 @@ REGISTRY: dict[str, Entry] = {
             "Segments",
             within="rotor",
         ),
-        Entry("chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen", within="rotor"),
+        Entry(
+            "chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen", within="rotor"
+        ),
         Entry(
             "revolve",
             "optimal in the automatic-differentiation model: saves only outputs",

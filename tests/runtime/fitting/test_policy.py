@@ -84,6 +84,18 @@ def test_schedules_that_exceed_the_budget_each_time_are_refused_with_what_the_la
     assert len(attempts) == 8
 
 
+@pytest.mark.parametrize(("off", "num_trials"), [(-100, 1), (100, 2)])
+def test_where_trials_are_costly_the_first_schedule_that_fits_is_taken(off, num_trials):
+    answer, attempts = driven(Asked(BUDGET, is_costly=True), device(500, off=off))
+    assert isinstance(answer, Accept)
+    assert answer.more_bytes == off
+    assert answer.peak_bytes <= BUDGET
+    assert len(attempts) == num_trials
+    refused, attempts = driven(Asked(BUDGET, is_costly=True), lambda *_: Trial(900, 1.0, peak_bytes=1001))
+    assert isinstance(refused, Refuse)
+    assert len(attempts) == 2
+
+
 def test_the_leanest_schedule_is_tried_where_the_prediction_says_no():
     answer, attempts = driven(Asked(BUDGET), device(1050, off=-100))
     assert attempts[1] == Attempt(1050, is_leanest=True)

@@ -33,6 +33,9 @@ _MOST_TIMES_OUT_OF_MEMORY = 3
 _MOST_TRIALS = 3
 _MOST_WITHOUT_SUCCESS = 8
 
+# Trials where each compiles the model, so that a second one may stay within the budget where the first did not.
+_MOST_COSTLY = 2
+
 # Copies are kept without timing recomputation alone only where that is predicted to take so much longer than a trial
 # step with them took: predictions are off, too.
 _CLOSE = 1.25
@@ -52,6 +55,7 @@ class Asked:
         update_bytes: what is there while the optimizer makes its step, which no schedule changes.
         rounding_bytes: by which trial steps differ from each other.
         goes_on: training is under way: where nothing stays within the budget, the leanest schedule is taken.
+        is_costly: a trial takes so long that the first schedule that stays within the budget is taken.
     """
 
     memory_budget: int
@@ -60,6 +64,7 @@ class Asked:
     update_bytes: int = 0
     rounding_bytes: int = 0
     goes_on: bool = False
+    is_costly: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +299,9 @@ def _as_asked(asked: Asked) -> _Steps[Accept]:
     best: _Seen | None = None
     notes: list[str] = []
     more = last_bytes = 0
-    for num_tried in range(_MOST_WITHOUT_SUCCESS):
-        if best is not None and num_tried >= _MOST_TRIALS:
+    most = 1 if asked.is_costly else _MOST_TRIALS
+    for num_tried in range(_MOST_COSTLY if asked.is_costly else _MOST_WITHOUT_SUCCESS):
+        if best is not None and num_tried >= most:
             break
         index, outcome = yield Attempt(asked.memory_budget, more, asked.moves)
         if isinstance(outcome, Infeasible):

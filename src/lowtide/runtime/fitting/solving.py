@@ -56,6 +56,8 @@ class Settings:
     """The model's weights are on the lower tier."""
     most_stages: int = 0
     """Compiled in regions, join stages where there are more than so many; 0: do not."""
+    each_trial_compiles: bool = False
+    """Regions of another schedule are compiled anew, so that there are few trials."""
 
 
 def solution_for(chain: Chain, settings: Settings) -> Solution:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -266,6 +267,21 @@ def _is_timed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to run a model in compiled stages.
+
+    Args:
+        seconds: that a step is expected to take at the least; trial steps show what it takes.
+        regions: the stages are regions; else blocks.
+        joint: the stages of regions and what they cost, where they run without variants and the schedule joins them.
+    """
+
+    seconds: float
+    regions: bool
+    joint: tuple[Split, Chain] | None = None
+
+
 class _CompiledPlanning:
     """Plans for compiled stages, in regions or block by block.
 
@@ -299,10 +315,15 @@ class _CompiledPlanning:
         if decides:
             self._bound(num_compiled=0 if trials is None else 1)
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
-        if whole is not None:
+        if whole is not None and (whole[0].rehearsed_peak_bytes or 0) <= settings.memory_budget:
             beside = decides and self._repeats
             return self._advised(_faster(whole, partial(self._blocks_beside, whole[0]))) if beside else whole
-        return self._advised(self._the_faster_that_fits()) if decides else self._planned_with(regions=True)
+        if whole is not None:
+            whole[1].remove()
+            let_go(device_of(self._model))
+        if not decides:
+            return self._planned_with(regions=True)
+        return self._advised(self._the_faster_that_fits(None if whole is None else whole[0]))
 
     def _bound(self, num_compiled: int) -> None:
         """Choose how many variants there may be where the whole model is compiled so often besides."""
@@ -315,16 +336,26 @@ class _CompiledPlanning:
     def _planned_with(
         self, *, regions: bool, budgets: tuple[float, ...] | None = None, accepts: bool | None = None
     ) -> tuple[Planned, CompiledModel]:
-        model, sample, after = self._model, self._sample, self._after
         budgets = self._budgets if budgets is None else budgets
         chosen = replace(self._settings, compilation=replace(self._compilation, regions=regions, budgets=budgets))
         if regions and not self._repeats:  # nothing to share: a few large regions are compiled sooner than many
             chosen = replace(chosen, most_stages=_MOST_DIFFERENT)
-        split, (chain, compiled) = measured_for(model, sample, chosen)
+        split, (chain, compiled) = measured_for(self._model, self._sample, chosen)
         assert compiled is not None
-        accepts = self._goes_on if accepts is None else accepts
+        return self._tried(split, chain, compiled, chosen, self._goes_on if accepts is None else accepts)
+
+    def _joined(self, split: Split, chain: Chain) -> tuple[Planned, CompiledModel]:
+        """Regions without variants, which the schedule joins."""
+        compilation = replace(self._compilation, regions=True, budgets=())
+        chosen = replace(self._settings, compilation=compilation, bandwidth=0, each_trial_compiles=True)
+        return self._tried(split, chain, compilation.of(self._model, split), chosen, accepts=False)
+
+    def _tried(
+        self, split: Split, chain: Chain, compiled: CompiledModel, settings: Settings, accepts: bool
+    ) -> tuple[Planned, CompiledModel]:
+        model, sample, after, tier = self._model, self._sample, self._after, self._tier
         try:
-            return _planned_with(model, sample, split, chain, chosen, after, tier=self._tier, goes_on=accepts), compiled
+            return _planned_with(model, sample, split, chain, settings, after, tier=tier, goes_on=accepts), compiled
         except BaseException:
             compiled.remove()
             raise
@@ -338,17 +369,67 @@ class _CompiledPlanning:
         found[1].remove()
         return self._planned_with(regions=False)
 
-    def _the_faster_that_fits(self) -> tuple[Planned, CompiledModel]:
+    def _the_faster_that_fits(self, whole: Planned | None) -> tuple[Planned, CompiledModel]:
+        """The way whose trial steps are the fastest; ways that cannot be faster than one that was tried are left out.
+
+        Raises:
+            InfeasibleBudgetError: where there is none.
+        """
         refused: list[tuple[int, str]] = []
-        ways = [True, False]
-        if self._repeats:
-            ways = _ways_by_speed(self._model, self._sample, self._settings, self._budgets)
-        for regions in ways:
+        best: tuple[Planned, CompiledModel] | None = None
+        for way in (ways := self._ways(whole)):
+            find = partial(self._found, way, accepts=self._goes_on and way is ways[-1])
+            if best is not None:
+                best = _faster(best, find) if way.seconds < best[0].solution.seconds else best
+                continue
             try:
-                return self._planned_with(regions=regions, accepts=self._goes_on and regions == ways[-1])
+                best = find()
             except InfeasibleBudgetError as error:
-                refused.append((error.minimum_bytes, str(error)))
-        raise _refusal(refused, self._settings.memory_budget)
+                if way.joint is None:
+                    refused.append((error.minimum_bytes, str(error)))
+            except _impossible():
+                if way.joint is None:
+                    raise
+        if best is None:
+            raise _refusal(refused, self._settings.memory_budget)
+        return best
+
+    def _found(self, way: _Way, *, accepts: bool) -> tuple[Planned, CompiledModel]:
+        if way.joint is None:
+            return self._planned_with(regions=way.regions, accepts=accepts)
+        return self._joined(*way.joint)
+
+    def _ways(self, whole: Planned | None) -> list[_Way]:
+        """The ways in which a model can be compiled, by what a step is expected to take at the least.
+
+        Single stages, as regions or as blocks, run in variants, and take at least what they take without: the way that
+        takes less is one, and the other is for where that does not fit. Or a schedule without variants joins regions;
+        where the whole model did not fit as one, they take as long as that, and what is computed again.
+
+        What is compiled for this is compiled as it is beside variants.
+        """
+        if not self._repeats:
+            return [_Way(0.0, regions=True), _Way(math.inf, regions=False)]
+        options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
+        compilation = replace(self._compilation, options=options, budgets=())
+        found: dict[bool, tuple[Split, Chain]] = {}
+        for regions in (True, False):
+            chosen = replace(self._settings, compilation=replace(compilation, regions=regions))
+            split, (chain, compiled) = measured_for(self._model, self._sample, chosen)
+            assert compiled is not None
+            compiled.remove()
+            if regions and not compiled.compilation.regions:
+                return [_Way(0.0, regions=False)]  # it is not one graph
+            found[regions] = split, chain
+        first = min(found, key=lambda regions: found[regions][1].compute_seconds)
+        ways = [_Way(found[first][1].compute_seconds, first), _Way(math.inf, not first)]
+        split, chain = found[True]
+        chain = chain if whole is None else _like_the_whole(chain, whole, self._settings)
+        try:
+            joint = solution_for(chain, replace(self._settings, bandwidth=0))
+        except InfeasibleBudgetError:
+            return ways
+        return sorted([_Way(joint.seconds, True, (split, chain)), *ways], key=lambda way: way.seconds)
 
     def _advised(self, found: tuple[Planned, CompiledModel]) -> tuple[Planned, CompiledModel]:
         """A plan whose user is told where another layout of images would be faster."""
@@ -361,27 +442,6 @@ def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
     """The variants that are compiled where there may be so many: those that save the least and the most come first."""
     by_use = sorted(range(len(budgets)), key=lambda place: (place not in (0, len(budgets) - 1), place))
     return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
-
-
-def _ways_by_speed(model: nn.Module, sample: Sample, settings: Settings, budgets: tuple[float, ...]) -> list[bool]:
-    """Whether to compile in regions; first the way in which the stages of a model take less time without variants.
-
-    What is compiled for this is compiled as it is beside the variants of these budgets.
-    """
-    compilation = settings.compilation
-    assert compilation is not None
-    options = replace(compilation, budgets=budgets).options_for(model)
-    compilation = replace(compilation, options=options, budgets=())
-    seconds: dict[bool, float] = {}
-    for regions in (True, False):
-        chosen = replace(settings, compilation=replace(compilation, regions=regions))
-        _, (chain, compiled) = measured_for(model, sample, chosen)
-        assert compiled is not None
-        compiled.remove()
-        if regions and not compiled.compilation.regions:
-            return [False]  # it is not one graph
-        seconds[regions] = chain.compute_seconds
-    return sorted(seconds, key=seconds.__getitem__)
 
 
 def _storing_all(model: nn.Module, sample: Sample, settings: Settings, tier: Tier) -> _Trials | None:
@@ -398,7 +458,7 @@ def _storing_all(model: nn.Module, sample: Sample, settings: Settings, tier: Tie
 
 
 def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) -> tuple[Planned, CompiledModel] | None:
-    """Everything stored and compiled as one; None: that does not stay within the budget, or cannot be.
+    """Everything stored and compiled as one, whether or not it stays within the budget; None: that cannot be.
 
     What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
     """
@@ -406,22 +466,39 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) 
     compiled = replace(compilation, budgets=(), regions=True).of(model, trials.split)
     try:
         tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
-        if isinstance(tried, Trial) and tried.peak_bytes <= trials.asked.memory_budget:
-            found = trials.planned(Accept(1, tried.peak_bytes - tried.predicted_bytes, tried.peak_bytes))
-            return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
+        assert isinstance(tried, Trial)
+        found = trials.planned(Accept(1, tried.peak_bytes - tried.predicted_bytes, tried.peak_bytes))
+        return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
     except BaseException as error:
-        if not isinstance(error, (torch.OutOfMemoryError, *not_one_graph())):
-            compiled.remove()
+        compiled.remove()
+        if not isinstance(error, _impossible()):
             raise
-    compiled.remove()
     let_go(device_of(model))
     return None
+
+
+def _impossible() -> tuple[type[Exception], ...]:
+    """The errors that say that a model cannot be compiled in some way, or does not fit so."""
+    return InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()
+
+
+def _like_the_whole(chain: Chain, whole: Planned, settings: Settings) -> Chain:
+    """Regions of single stages with the figures of the whole as one: what they take by themselves says little of what
+    they take joined, where most of it is the host's time to launch their kernels.
+    """
+    ratio = whole.solution.seconds / chain.compute_seconds
+    chain = chain.with_times(lambda one: one * ratio, lambda one: one * ratio)
+    stored = solution_for(chain, replace(settings, strategy="store-all", bandwidth=0, memory_budget=_EVERYTHING))
+    target = (whole.rehearsed_peak_bytes or 0) - whole.unknown_bytes
+    found = _within(stored, target)
+    return corrected(found.chain, target - found.peak_bytes)
 
 
 def _within(solution: Solution, peak_bytes: int) -> Solution:
     """A solution whose stages save as much less as makes its peak what was measured.
 
-    They were measured without compilation; what a compiler saves across them cannot be told from one to the other.
+    They were measured without compilation, or one by one; what a compiler saves across them cannot be told from one to
+    the other.
     """
     least, most, found = 0.0, 1.0, solution
     for _ in range(_NUM_HALVINGS if solution.peak_bytes > peak_bytes else 0):
@@ -449,7 +526,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except (InfeasibleBudgetError, torch.OutOfMemoryError):
+    except _impossible():
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:
@@ -660,6 +737,7 @@ class _Trials:
             is_auto=settings.strategy == AUTO and moving is None,
             update_bytes=0 if moving is not None else _optimizer_step_bytes(model, chain, settings),
             rounding_bytes=rounding_bytes,
+            is_costly=settings.each_trial_compiles,
         )
 
     def outcome(self, attempt: Attempt) -> TrialOutcome:
@@ -762,7 +840,7 @@ class _Trials:
 
         On CUDA what the host does for a schedule, besides launching kernels, is in no measured stage.
         """
-        if not seconds or device_of(self._model).type != "cuda":
+        if not seconds or not _is_timed(device_of(self._model)):
             return solution
         ratio = seconds / solution.seconds
         return solution.on(solution.chain.with_times(lambda one: one * ratio, lambda one: one * ratio))
