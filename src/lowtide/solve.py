@@ -124,7 +124,7 @@ def solve(
         chain: the network, a `Chain` or its plain data.
         memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
         strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
-            can be executed.
+            can be executed, and passes over those that cannot be faster than what it found.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: into how many slots strategies divide memory, if they do; None: each one's default.
         segments: the number of segments, for strategy `"segments"`.
