@@ -15,6 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting.rehearsal import _Repeated
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.timing import Timing
 from lowtide.runtime.meter import Meter
@@ -196,3 +197,32 @@ def test_the_least_is_enough_where_weights_take_most():
     with pytest.raises(lowtide.InfeasibleBudgetError, match="take alone") as refusal:
         lowtide.fit(model, x, memory_budget=1, bandwidth=0)
     lowtide.fit(model, x, memory_budget=refusal.value.minimum_bytes, bandwidth=0).detach()
+
+
+@pytest.mark.parametrize(
+    ("spread", "off", "is_same"),
+    [
+        (0.0, 0.0, True),
+        (0.0, 1e-3, False),
+        (1e-3, 1.5e-3, True),  # as far as equal steps are apart
+        (1e-3, 5e-3, False),
+        (1e-3, float("nan"), False),
+        (float("nan"), 0.1, False),
+        (0.0, None, False),
+    ],
+)
+def test_a_replayed_step_may_differ_as_far_as_equal_steps_do(spread, off, is_same):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    expected = _Repeated(model)
+    first = torch.full((4, 4), 1e-2)  # an entry of a sum whose terms are far larger, and cancel
+    model[0].bias.grad = torch.ones(4)
+    for place in range(3):
+        model[0].weight.grad = first + spread if place % 2 else first.clone()
+        expected.add()
+    model[0].weight.grad = None if off is None else first - off
+    assert (expected.difference() == "") == is_same
+    if not is_same:
+        assert "0.weight" in expected.difference()
+    model[0].weight.grad = first.clone()
+    model[0].bias.grad = torch.zeros(4)
+    assert "0.bias" in expected.difference()
