@@ -124,7 +124,7 @@ def solve(
         chain: the network, a `Chain` or its plain data.
         memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
         strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
-            can be executed, and passes over those that cannot be faster than what it found.
+            can be executed, and passes over those that must be slower than what it found.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: into how many slots strategies divide memory, if they do; None: each one's default.
         segments: the number of segments, for strategy `"segments"`.
@@ -174,10 +174,9 @@ def solve(
     entries = [entry for entry in applicable(chain, rate, manage_weights=manage_weights) if not entry.lists_updates]
     entries.sort(key=_turn)
     floor = _least_seconds(chain)
-    optimal: set[str] = set()  # nothing that they search is faster than what they found
     for tried, entry in enumerate(entries):
-        if best is not None and (entry.within in optimal or _least_seconds(chain, entry) >= best[2].seconds):
-            continue  # cannot be faster
+        if best is not None and _least_seconds(chain, entry) > best[2].seconds:
+            continue
         if progress is not None:
             progress(entry.name, tried / len(entries))
         try:
@@ -186,9 +185,6 @@ def solve(
             candidates.append(Candidate(entry.name, None, None, error.minimum_bytes))
             continue
         candidates.append(Candidate(entry.name, trace.seconds, trace.peak_bytes, None))
-        bound = answer.lower_bound_seconds
-        if bound is not None and trace.seconds <= bound * (1 + 1e-12):
-            optimal.add(entry.name)
         if not entry.manages_weights:
             others.append((entry, answer, trace))
         elif moving is None or trace.seconds < moving[2].seconds:
@@ -231,7 +227,7 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
 
 def _turn(entry: Entry) -> tuple[bool, bool, bool]:
     """When `auto` tries a strategy: first what may end the search at once, last what takes the longest."""
-    return not entry.runs_once, entry.moves, bool(entry.within)
+    return not entry.runs_once, entry.moves, entry.runs_twice
 
 
 def _least_seconds(chain: Chain, entry: Entry | None = None) -> float:

@@ -135,8 +135,6 @@ class Entry:
     """Runs every computation once: nothing can be faster if no computation waits, so `auto` tries it first."""
     runs_twice: bool = False
     """Runs every forward but the last at least twice."""
-    within: str = ""
-    """The strategy that searches all of its schedules, and more."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -173,11 +171,8 @@ REGISTRY: dict[str, Entry] = {
             "Chen et al. 2016; rotor §5.3",
             f"{_HERE}.segments",
             "Segments",
-            within="rotor",
         ),
-        Entry(
-            "chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen", within="rotor"
-        ),
+        Entry("chen", "Chen's greedy search over segment budgets", "Hong §2.2", f"{_HERE}.chen", "Chen"),
         Entry(
             "revolve",
             "optimal in the automatic-differentiation model: saves only outputs",
@@ -185,7 +180,6 @@ REGISTRY: dict[str, Entry] = {
             f"{_HERE}.revolve",
             "Revolve",
             runs_twice=True,
-            within="rotor",
         ),
         Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
         Entry(
@@ -194,7 +188,6 @@ REGISTRY: dict[str, Entry] = {
             "Hong §3, algorithm 3",
             f"{_HERE}.selection",
             "SelectionStrategy",
-            within="rotor",
         ),
         Entry(
             "dynamic-selection",
@@ -202,7 +195,6 @@ REGISTRY: dict[str, Entry] = {
             "Hong §4, algorithms 5 and 6",
             f"{_HERE}.dynamic_selection",
             "DynamicSelection",
-            within="rotor",
         ),
         Entry(
             "offload",
