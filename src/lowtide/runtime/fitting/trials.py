@@ -404,12 +404,15 @@ class _CompiledPlanning:
 
         Single stages, as regions or as blocks, run in variants, and take at least what they take without: the way that
         takes less is one, and the other is for where that does not fit. Or a schedule without variants joins regions;
-        where the whole model did not fit as one, they take as long as that, and what is computed again.
+        where the whole model did not fit as one, they take as long as that, and what is computed again. Where all
+        stages differ, single ones are only for where joined ones do not fit.
 
         What is compiled for this is compiled as it is beside variants.
         """
         if not self._repeats:
-            return [_Way(0.0, regions=True), _Way(math.inf, regions=False)]
+            # One large region after the other, each measured by itself, costs as much to compile as joined ones.
+            joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
+            return [*joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
         options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
         compilation = replace(self._compilation, options=options, budgets=())
         found: dict[bool, tuple[Split, Chain]] = {}
@@ -425,11 +428,15 @@ class _CompiledPlanning:
         ways = [_Way(found[first][1].compute_seconds, first), _Way(math.inf, not first)]
         split, chain = found[True]
         chain = chain if whole is None else _like_the_whole(chain, whole, self._settings)
+        return sorted([*self._joint(split, chain), *ways], key=lambda way: way.seconds)
+
+    def _joint(self, split: Split, chain: Chain) -> list[_Way]:
+        """The way that joins regions, where a schedule is predicted to fit."""
         try:
-            joint = solution_for(chain, replace(self._settings, bandwidth=0))
+            seconds = solution_for(chain, replace(self._settings, bandwidth=0)).seconds
         except InfeasibleBudgetError:
-            return ways
-        return sorted([_Way(joint.seconds, True, (split, chain)), *ways], key=lambda way: way.seconds)
+            return []
+        return [_Way(seconds, regions=True, joint=(split, chain))]
 
     def _advised(self, found: tuple[Planned, CompiledModel]) -> tuple[Planned, CompiledModel]:
         """A plan whose user is told where another layout of images would be faster."""
@@ -480,6 +487,12 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) 
 def _impossible() -> tuple[type[Exception], ...]:
     """The errors that say that a model cannot be compiled in some way, or does not fit so."""
     return InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()
+
+
+def _without_unknown(planned: Planned) -> Chain:
+    """What was measured of the stages, without the room that is left in plans."""
+    chain = planned.chain
+    return replace(chain, base_bytes=max(0, chain.base_bytes - planned.unknown_bytes))
 
 
 def _like_the_whole(chain: Chain, whole: Planned, settings: Settings) -> Chain:
