@@ -14,7 +14,6 @@ from lowtide import (
     LowtideError,
     Schedule,
     ScheduleError,
-    SideValue,
     Stage,
     StrategyError,
     UnitError,
