@@ -143,6 +143,7 @@ class _Machine:
                 "grads_resident"
             )
         self.makes, self.reads, self.last_reads = _side_values_by_stage(chain)
+        self.held_long = [(i, side) for i, side in enumerate(chain.side_values, start=1) if side.held_until]
         self.clock = 0.0
         self.channel_free = {"to host": 0.0, "to device": 0.0}
         self.arriving: dict[Value, tuple[float, int]] = {}  # value -> end of its copy, the operation that queued it
@@ -423,7 +424,7 @@ class _Machine:
         """The side values that were freed although the code around the stages holds them in the first forward of k."""
         return sum(
             side.num_bytes
-            for i, side in enumerate(self.chain.side_values, start=1)
+            for i, side in self.held_long
             if side.maker < k <= side.held_until and ("s", i) not in self.stored and ("s", i) not in self.host
         )
 
