@@ -17,6 +17,8 @@ import pytest
 import torch
 from tests.processes import run_two
 
+from lowtide.runtime import meter
+
 ROOT = Path(__file__).parents[2]
 
 # In what a plan prints: at the budgets of the small examples some stages are recomputed, or offloaded.
@@ -38,6 +40,7 @@ def _alone() -> None:
     """What other tests keep is not seen by meters: budgets hold for all tensors of a process."""
     gc.collect()
     gc.freeze()
+    meter._settled_tensors.clear()
 
 
 @pytest.mark.usefixtures("_alone")
