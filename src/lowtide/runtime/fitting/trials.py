@@ -12,7 +12,7 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from lowtide.chain import Chain
+from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, num_alike
 from lowtide.runtime.compile.regions import many_compilations, not_one_graph
@@ -882,7 +882,9 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
     """The chain with so much more on the device all the time, or less.
 
     Where the base has less than is to be taken off (in a stage with large weights, activations go while gradients come;
-    a chain counts the whole of both), the rest is taken off the optimizer's state: what is executed moves neither.
+    a chain counts the whole of both), the rest is taken off the optimizer's state: what is executed moves neither. What
+    is left then is taken off what each computation takes besides its values, which is what a trial step can have shown
+    to be counted too high: workspaces, and gradients that come while activations go.
     """
     base_bytes = max(0, chain.base_bytes + more_bytes)
     rest, stages = base_bytes - chain.base_bytes - more_bytes, []
@@ -890,7 +892,37 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
         taken = min(rest, stage.optimizer_bytes)
         rest -= taken
         stages.append(replace(stage, optimizer_bytes=stage.optimizer_bytes - taken) if taken else stage)
+    if rest:
+        stages = [_with_less_extra(stage, rest) for stage in stages]
     return replace(chain, base_bytes=base_bytes, stages=tuple(stages))
+
+
+def _with_less_extra(stage: Stage, less_bytes: int) -> Stage:
+    """The stage where each computation takes so much less at its peak, as far as it takes more than its values."""
+    return replace(
+        stage,
+        forward_extra_bytes=max(0, stage.forward_extra_bytes - less_bytes),
+        saving_extra_bytes=max(0, stage.saving_extra_bytes - less_bytes),
+        **_less_in_backward(stage, less_bytes),
+        variants=tuple(
+            replace(
+                variant,
+                forward_extra_bytes=max(0, variant.forward_extra_bytes - less_bytes),
+                **_less_in_backward(variant, less_bytes),
+            )
+            for variant in stage.variants
+        ),
+    )
+
+
+def _less_in_backward(way: Stage | Variant, less_bytes: int) -> dict[str, int]:
+    """First less extra, then more of what is saved gone when the backward takes the most."""
+    extra_bytes = max(0, way.backward_extra_bytes - less_bytes)
+    more_freed = less_bytes - (way.backward_extra_bytes - extra_bytes)
+    return {
+        "backward_extra_bytes": extra_bytes,
+        "freed_bytes": min(way.saved_bytes, way.freed_bytes + more_freed),
+    }
 
 
 def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) -> int:
