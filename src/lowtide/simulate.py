@@ -239,8 +239,35 @@ class _Machine:
         """The last round as a trace."""
         if self.round_start:
             shift = self.round_start
-            self.steps = [_shifted(step, shift) for step in self.steps]
-            self.copies = [_shifted(copy, shift) for copy in self.copies]
+            # Made anew field by field: solvers simulate thousands of schedules, and `replace` looks up each field.
+            self.steps = [
+                Step(
+                    step.index,
+                    step.operation,
+                    step.start_seconds - shift,
+                    step.end_seconds - shift,
+                    step.idle_seconds,
+                    step.waits_for,
+                    step.stored_before_bytes,
+                    step.peak_bytes,
+                    step.stored_after_bytes,
+                    step.stored_by_category,
+                    step.peak_by_category,
+                    step.repeated,
+                )
+                for step in self.steps
+            ]
+            self.copies = [
+                Copy(
+                    copy.index,
+                    copy.direction,
+                    copy.value,
+                    copy.num_bytes,
+                    copy.start_seconds - shift,
+                    copy.end_seconds - shift,
+                )
+                for copy in self.copies
+            ]
         peak = max((step.peak_bytes for step in self.steps), default=self.stored.total_bytes)
         idle = self.idle if not self.schedule.manages else max(0.0, seconds - self._compute_seconds())
         return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies), self.start_by_category)
