@@ -566,17 +566,20 @@ def test_where_no_way_fits_the_least_that_is_named_is_of_those_that_are_always_t
     assert caught.value.minimum_bytes == 2**31
 
 
+def four_stages(seconds: float) -> lowtide.Chain:
+    return lowtide.Chain(
+        "net", tuple(lowtide.Stage(f"{k}", seconds, seconds, 100, 1000) for k in range(4)), input_bytes=100
+    )
+
+
 @pytest.mark.parametrize("regions", [True, False])
-def test_ways_are_known_by_what_they_take_at_the_least(monkeypatch, regions: bool) -> None:
-    stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000) for k in range(4))
-    chain = lowtide.Chain("net", stages, input_bytes=100)
+def test_ways_are_known_by_the_sum_of_their_stages(monkeypatch, regions: bool) -> None:
     asked = []
 
     def measured(model, sample, settings):
         asked.append(settings.compilation)
-        each = 1.0 if settings.compilation.regions == regions else 2.0
-        timed = chain.with_times(lambda one: each, lambda one: each)
-        return None, (timed, _Compiled(settings.compilation.regions))
+        is_faster = settings.compilation.regions == regions
+        return None, (four_stages(1.0 if is_faster else 2.0), _Compiled(settings.compilation.regions))
 
     monkeypatch.setattr(trials, "measured_for", measured)
     ways = planning_for(4000)._ways(None)
@@ -586,13 +589,26 @@ def test_ways_are_known_by_what_they_take_at_the_least(monkeypatch, regions: boo
     assert singles == [(8.0, regions), (math.inf, not regions)]  # the faster one gets the variants
     (joint,) = [way for way in ways if way.joint]
     assert joint.seconds > (8.0 if regions else 16.0)
-    whole = _Planned(4.0)  # as one it takes half as long as the faster single stages, and less memory than all of them
-    whole.rehearsed_peak_bytes, whole.unknown_bytes = 4001, 1
-    first = planning_for(4000)._ways(whole)[0]
-    assert first.joint
-    assert first.seconds == pytest.approx(4.0)  # without the unknown byte it fits
-    assert planning_for(3800)._ways(whole)[0].seconds == pytest.approx(4.5)  # one forward of eight computations more
-    assert not any(way.joint for way in planning_for(1)._ways(whole))
+
+
+def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monkeypatch) -> None:
+    blocks = _Compiled(regions=False)
+    monkeypatch.setattr(
+        trials, "measured_for", lambda *_: (None, (four_stages(0.1), blocks))
+    )  # by their sum the fastest
+    monkeypatch.setattr(trials._CompiledPlanning, "_seconds_with_all_stored", lambda *_: 4.3)
+    stored = lowtide.solve(four_stages(0.5), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    whole = _Planned(4.0)
+    whole.split, whole.chain, whole.unknown_bytes = None, dataclasses.replace(stored.chain, base_bytes=1), 1
+    first, second, last = planning_for(stored.peak_bytes)._ways(whole)
+    assert (first.seconds, first.joint is None) == (4.0, False)  # the unknown byte is not counted twice
+    assert (second.seconds, second.regions) == (4.3, False)
+    assert (last.seconds, last.regions) == (math.inf, True)
+    assert not blocks.is_installed
+    first, second, _ = planning_for(stored.peak_bytes - 1)._ways(whole)
+    assert first.joint is None
+    assert second.seconds == pytest.approx(4.5)  # one of eight computations once more
+    assert [way.joint for way in planning_for(1)._ways(whole)] == [None, None]
 
 
 def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:
