@@ -195,6 +195,7 @@ LAYER_BY_LAYER = [
     Prefetch("w", 1), Backward(1), Offload("w", 1), Release("w", 1),
 ]  # fmt: skip
 ON_HOST = Start(host=frozenset({("w", 1), ("w", 2)}))
+FIRST_STAGE = (Forward(1, "all"), Backward(1))
 
 
 def test_a_cycle_layer_by_layer():
@@ -202,6 +203,11 @@ def test_a_cycle_layer_by_layer():
     assert trace.seconds == pytest.approx(4 + 5)  # five copies of a second each, none of them hidden
     assert trace.idle_seconds == pytest.approx(5)
     assert trace.peak_bytes == 10 + 10 + 1 + 1 + 1 + 1  # backward 2: w, its gradient, abar 1 and 2, delta 2 and 1
+    # Times are counted from the beginning of the last round.
+    assert [(copy.start_seconds, copy.end_seconds) for copy in trace.copies] == [(0, 1), (2, 3), (5, 6), (6, 7), (8, 9)]
+    assert [(step.start_seconds, step.end_seconds) for step in trace.steps if step.operation in FIRST_STAGE] == [
+        (1, 2), (7, 8)
+    ]  # fmt: skip
 
 
 def test_copies_that_cross_the_seam_are_hidden_in_the_steady_state():

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy
 import pytest
-from tests.chains import long_chain, random_chain, random_chains
+from tests.chains import NESTED_FEATURES, long_chain, random_chain, random_chains
 
 from lowtide import (
     Chain,
@@ -104,6 +104,39 @@ def test_auto_lists_what_it_tried() -> None:
 
 def test_auto_stops_where_nothing_can_be_faster() -> None:
     assert [candidate.strategy for candidate in solve(CHAIN, memory_budget="1MB").candidates] == ["store-all"]
+
+
+def test_auto_tries_first_what_may_be_as_fast_as_plain_training() -> None:
+    chain = Chain("six", tuple(Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in range(6)))
+    solution = solve(chain, memory_budget=160, bandwidth=400)
+    assert solution.seconds == chain.compute_seconds
+    assert [candidate.strategy for candidate in solution.candidates] == ["store-all", "offload"]
+
+
+def test_auto_passes_over_what_must_be_slower() -> None:
+    chain = Chain("six", tuple(Stage(str(k), 1.0, 2.0, output_bytes=10, saved_bytes=40) for k in range(6)))
+    solution = solve(chain, memory_budget=220)
+    tried = {candidate.strategy for candidate in solution.candidates}
+    assert tried == {entry.name for entry in applicable(chain, 0)} - {"revolve"}  # which runs forwards twice
+    assert solution.seconds < solve(chain, memory_budget=220, strategy="revolve").seconds
+    least = solve(chain, memory_budget=2**40, strategy="revolve").seconds
+    assert least == 6 * 3.0 + 5 * 1.0 > solution.seconds
+
+
+@pytest.mark.parametrize("seed", [67, 306, 572])
+def test_rotor_claims_no_bound_where_side_values_may_be_counted_twice(seed: int) -> None:
+    features = ("side values", *(("outliving",) if seed % 3 == 0 else ()), *NESTED_FEATURES[seed % 4 :: 4])
+    chain = random_chain(seed, 3 + seed % 8, sizes=("mixed", "heavy-tailed", "equal")[seed % 3], features=features)
+    top = solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        solve(chain, memory_budget=0, strategy="rotor")
+    least, is_beaten = refused.value.minimum_bytes, False
+    for budget in (least, least + (top - least) // 20, least + (top - least) // 5):
+        rotor, alone = solve(chain, memory_budget=budget, strategy="rotor"), each_alone(chain, budget, None)
+        is_beaten |= min(alone.values()) < rotor.seconds
+        assert rotor.lower_bound_seconds is None or rotor.lower_bound_seconds <= min(alone.values())
+        assert solve(chain, memory_budget=budget).seconds <= min(alone.values())
+    assert is_beaten
 
 
 def test_the_solution_says_what_the_simulator_says() -> None:

@@ -143,6 +143,7 @@ class _Machine:
                 "grads_resident"
             )
         self.makes, self.reads, self.last_reads = _side_values_by_stage(chain)
+        self.held_long = [(i, side) for i, side in enumerate(chain.side_values, start=1) if side.held_until]
         self.clock = 0.0
         self.channel_free = {"to host": 0.0, "to device": 0.0}
         self.arriving: dict[Value, tuple[float, int]] = {}  # value -> end of its copy, the operation that queued it
@@ -238,8 +239,35 @@ class _Machine:
         """The last round as a trace."""
         if self.round_start:
             shift = self.round_start
-            self.steps = [_shifted(step, shift) for step in self.steps]
-            self.copies = [_shifted(copy, shift) for copy in self.copies]
+            # Made anew field by field: solvers simulate thousands of schedules, and `replace` looks up each field.
+            self.steps = [
+                Step(
+                    step.index,
+                    step.operation,
+                    step.start_seconds - shift,
+                    step.end_seconds - shift,
+                    step.idle_seconds,
+                    step.waits_for,
+                    step.stored_before_bytes,
+                    step.peak_bytes,
+                    step.stored_after_bytes,
+                    step.stored_by_category,
+                    step.peak_by_category,
+                    step.repeated,
+                )
+                for step in self.steps
+            ]
+            self.copies = [
+                Copy(
+                    copy.index,
+                    copy.direction,
+                    copy.value,
+                    copy.num_bytes,
+                    copy.start_seconds - shift,
+                    copy.end_seconds - shift,
+                )
+                for copy in self.copies
+            ]
         peak = max((step.peak_bytes for step in self.steps), default=self.stored.total_bytes)
         idle = self.idle if not self.schedule.manages else max(0.0, seconds - self._compute_seconds())
         return Trace(seconds, peak, idle, tuple(self.steps), tuple(self.copies), self.start_by_category)
@@ -396,7 +424,7 @@ class _Machine:
         """The side values that were freed although the code around the stages holds them in the first forward of k."""
         return sum(
             side.num_bytes
-            for i, side in enumerate(self.chain.side_values, start=1)
+            for i, side in self.held_long
             if side.maker < k <= side.held_until and ("s", i) not in self.stored and ("s", i) not in self.host
         )
 

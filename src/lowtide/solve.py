@@ -124,7 +124,7 @@ def solve(
         chain: the network, a `Chain` or its plain data.
         memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
         strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
-            can be executed.
+            can be executed, and passes over those that must be slower than what it found.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: into how many slots strategies divide memory, if they do; None: each one's default.
         segments: the number of segments, for strategy `"segments"`.
@@ -172,8 +172,11 @@ def solve(
     for name in _only_of_joint(step_in_backward, moves_activations):
         raise StrategyError(f"{name} is a setting of the strategy 'joint'; give strategy=\"joint\" with it")
     entries = [entry for entry in applicable(chain, rate, manage_weights=manage_weights) if not entry.lists_updates]
+    entries.sort(key=_turn)
     floor = _least_seconds(chain)
     for tried, entry in enumerate(entries):
+        if best is not None and _least_seconds(chain, entry) > best[2].seconds:
+            continue
         if progress is not None:
             progress(entry.name, tried / len(entries))
         try:
@@ -222,8 +225,19 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
     ]
 
 
-def _least_seconds(chain: Chain) -> float:
-    """A lower bound: every stage once forward and backward, in its fastest variant."""
+def _turn(entry: Entry) -> tuple[bool, bool, bool]:
+    """When `auto` tries a strategy: first what may end the search at once, last what takes the longest."""
+    return not entry.runs_once, entry.moves, entry.runs_twice
+
+
+def _least_seconds(chain: Chain, entry: Entry | None = None) -> float:
+    """A lower bound on the time of any schedule, or of one strategy's: every stage once forward and backward, in its
+    fastest variant; where forwards run twice, the second one without what nothing needs.
+    """
+    if entry is not None and entry.runs_twice:
+        firsts, last = chain.stages[:-1], chain.stages[-1]
+        twice = (stage.forward_seconds + stage.rerun_seconds + stage.backward_seconds for stage in firsts)
+        return sum(twice) + last.forward_seconds + last.backward_seconds
     ways = ([stage.variant(v) for v in range(stage.num_variants)] for stage in chain.stages)
     return sum(min(way.forward_seconds + way.backward_seconds for way in own) for own in ways)
 

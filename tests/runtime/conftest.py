@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide.runtime import meter
+from lowtide.strategies import joint
 
 # So many objects are looked at in some 10 milliseconds; compilers leave hundreds of thousands.
 _FEW_OBJECTS = 50_000
@@ -24,6 +25,12 @@ def _without_garbage_of_others() -> None:
         _settled.extend(map(meter.TensorWeakRef, meter._tensors_on_the_heap()))
         gc.freeze()
     meter._settled_tensors[:] = _settled
+
+
+@pytest.fixture(autouse=True)
+def _few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How good schedules are that move weights is tested where they are made; here any do that stay within a budget."""
+    monkeypatch.setattr(joint, "_NUM_TRIES", 4)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -131,6 +131,10 @@ class Entry:
     manages_weights: bool = False
     lists_updates: bool = False
     """Its times include the optimizer steps: `auto` does not compare it with the others."""
+    runs_once: bool = False
+    """Runs every computation once: nothing can be faster if no computation waits, so `auto` tries it first."""
+    runs_twice: bool = False
+    """Runs every forward but the last at least twice."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,7 +157,14 @@ _HERE = "lowtide.strategies"
 REGISTRY: dict[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("store-all", "keep everything, as plain training does", "-", f"{_HERE}.store_all", "StoreAll"),
+        Entry(
+            "store-all",
+            "keep everything, as plain training does",
+            "-",
+            f"{_HERE}.store_all",
+            "StoreAll",
+            runs_once=True,
+        ),
         Entry(
             "segments",
             "periodic checkpointing in K equal segments",
@@ -168,6 +179,7 @@ REGISTRY: dict[str, Entry] = {
             "rotor §5.3",
             f"{_HERE}.revolve",
             "Revolve",
+            runs_twice=True,
         ),
         Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
         Entry(
@@ -191,6 +203,7 @@ REGISTRY: dict[str, Entry] = {
             f"{_HERE}.offload",
             "OffloadOnly",
             moves=True,
+            runs_once=True,
         ),
         Entry(
             "opportunist",

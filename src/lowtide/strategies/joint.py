@@ -88,7 +88,7 @@ class Joint:
         schedules = [*self._alone(problem), self._fallback(problem, least)]
         best = self._best(problem, [*self._orders(problem), tuple(_passes(least))], bound)
         if best is not None:
-            schedules.append(_schedule(problem.chain, best.placed.operations))
+            schedules.append(_schedule(problem.chain, best.placed.listed()))
         evaluated = [(problem.evaluate(schedule), schedule) for schedule in schedules]
         fitting = [pair for pair in evaluated if pair[0].peak_bytes <= problem.memory_budget]
         trace, schedule = min(fitting, key=lambda pair: pair[0].seconds)

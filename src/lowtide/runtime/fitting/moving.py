@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -64,6 +64,7 @@ class Moving:
         state_bytes: the optimizer's state of each parameter, by its id.
         bandwidth: bytes per second each way while both are busy, which they mostly are.
         moves_activations: schedules may move activations, too.
+        solved: what was solved for while it was planned: most budgets are asked for more than once.
     """
 
     chain: Chain
@@ -74,6 +75,7 @@ class Moving:
     state_bytes: Mapping[int, int]
     bandwidth: int
     moves_activations: bool = True
+    solved: dict[tuple[Chain, int, bool], Solution | int] = field(default_factory=dict, compare=False, repr=False)
 
     def with_chain(self, chain: Chain) -> Moving:
         """The same with other figures of the stages."""
@@ -231,7 +233,9 @@ def _within_budget(moving: Moving, settings: Settings) -> Solution:
 
 def _leanest(moving: Moving, settings: Settings) -> Solution:
     even = _with_even_times(moving)
-    return counted(_solved(even, settings, _minimum_bytes(even, settings)).on(moving.chain), moving)
+    found = _solved(even, settings, _minimum_bytes(even, settings))
+    assert isinstance(found, Solution)
+    return counted(found.on(moving.chain), moving)
 
 
 def _fastest(moving: Moving, settings: Settings, minimum: int, steps: int) -> Solution | None:
@@ -240,11 +244,8 @@ def _fastest(moving: Moving, settings: Settings, minimum: int, steps: int) -> So
     for left in (budget, budget - steps):  # the second has room for any step
         if left <= minimum:
             break
-        try:
-            found = _solved(moving, settings, left)
-        except InfeasibleBudgetError:  # what needs which memory may depend on times
-            continue
-        if found.peak_bytes <= budget:
+        found = _solved(moving, settings, left)  # what needs which memory may depend on times
+        if isinstance(found, Solution) and found.peak_bytes <= budget:
             return found
     return None
 
@@ -262,13 +263,22 @@ def _with_times(moving: Moving, seconds: float) -> Moving:
 
 
 def _minimum_bytes(even: Moving, settings: Settings) -> int:
-    try:
-        return _solved(even, settings, 1).memory_budget
-    except InfeasibleBudgetError as error:
-        return error.minimum_bytes
+    found = _solved(even, settings, 1)
+    return found.memory_budget if isinstance(found, Solution) else found
 
 
-def _solved(moving: Moving, settings: Settings, budget: int) -> Solution:
+def _solved(moving: Moving, settings: Settings, budget: int) -> Solution | int:
+    """The fastest schedule within a budget, or the least that works where this one does not."""
+    key = moving.chain, budget, moving.moves_activations
+    if key not in moving.solved:
+        try:
+            moving.solved[key] = _newly_solved(moving, settings, budget)
+        except InfeasibleBudgetError as error:
+            moving.solved[key] = error.minimum_bytes
+    return moving.solved[key]
+
+
+def _newly_solved(moving: Moving, settings: Settings, budget: int) -> Solution:
     solution = solve(
         moving.chain,
         memory_budget=budget,

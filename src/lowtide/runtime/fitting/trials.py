@@ -836,6 +836,7 @@ class _Trials:
         priced = solution.on(corrected(self._chain, accept.more_bytes))
         seconds = self._seconds.get(accept.index)
         if self._moving is not None:
+            self._moving.solved.clear()  # the plan keeps the rest
             is_timed = bool(seconds) and device_of(self._model).type == "cuda"
             priced = counted(as_timed(priced, seconds) if is_timed and seconds else priced, self._moving)
         else:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.chain import Chain
+from lowtide.chain import Chain, SideValue
 from lowtide.schedule import Backward, Forward, Offload, Operation, Prefetch, Release, Value
 from lowtide.strategies import sides
 from lowtide.strategies.copies.placement import NEVER, GapArrays, place_copies
@@ -170,7 +170,14 @@ class _Reader:
         self.gaps: list[Gap] = []
         self.has_run: set[int] = set()
         self.ends = sides.ends(chain, profile.order)
-        self.side_values = [i for i, side in enumerate(chain.side_values, start=1) if side.num_bytes]
+        self.side_values: dict[int, list[tuple[int, SideValue]]] = {}  # by the stages that make and read them
+        self.made_gradients: dict[int, int] = {}  # of side values, by the stage whose backward makes them
+        self.used_gradients: dict[int, int] = {}
+        for i, side in enumerate(chain.side_values, start=1):
+            for k, gradients in ((side.readers[-1], self.made_gradients), (side.maker, self.used_gradients)):
+                gradients[k] = gradients.get(k, 0) + side.grad_bytes
+            for k in (side.maker, *side.readers) if side.num_bytes else ():
+                self.side_values.setdefault(k, []).append((i, side))
         self.made_first: dict[Value, int] = {}
 
     def read(self) -> None:
@@ -210,13 +217,13 @@ class _Reader:
         way = stage.variant(self.variant[k])
         weight_grad = 0 if chain.grads_resident else stage.weight_grad_bytes
         made = chain.gradient_bytes(k - 1) + weight_grad
-        made += sum(side.grad_bytes for side in chain.side_values if side.readers[-1] == k)
+        made += self.made_gradients.get(k, 0)
         self._touch(position, ("abar", k))
         self._touch(position, ("a", k - 1) if ("a", k - 1) in self.sizes else ("abar", k - 1))
         self._side_values(position, k)
         self._note(position, way.backward_seconds, way.backward_more_bytes(made))
         self.stored += made - chain.gradient_bytes(k)
-        self.stored -= sum(side.grad_bytes for side in chain.side_values if side.maker == k)
+        self.stored -= self.used_gradients.get(k, 0)
         for value in (("abar", k), ("a", k - 1)):
             if value in self.sizes:
                 self._remove(position, value)
@@ -239,11 +246,11 @@ class _Reader:
 
     def _side_values(self, position: int, k: int) -> None:
         """Touch what a computation of stage k reads, and make what its forward makes."""
-        for i in self.side_values:
-            side, value = self.chain.side_value(i), ("s", i)
-            if k in side.readers or (k == side.maker and value in self.sizes):
+        for i, side in self.side_values.get(k, ()):
+            value = ("s", i)
+            if k != side.maker or value in self.sizes:
                 self._touch(position, value)
-            elif k == side.maker and isinstance(self.profile.order[position], Forward):
+            elif isinstance(self.profile.order[position], Forward):
                 self.sizes[value] = side.num_bytes
                 self.made[value] = self.touched[value] = position
                 self.made_first.setdefault(value, position)

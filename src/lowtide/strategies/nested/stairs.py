@@ -167,6 +167,7 @@ def _option_split(
     other, other_last = stairs.first[s, p - 1], stairs.end[s, p - 1] - 1
     if one > one_last or other > other_last:
         return 0, 0
+    lowest_value = seconds + slower_by_stairs(stairs, p, t, most - held) + slower_by_stairs(stairs, s, p - 1, most)
     here, count, below, num_steps = max(begin, from_bytes[one] + held, from_bytes[other]), 0, -1, 0
     while here <= most:
         while one < one_last and from_bytes[one + 1] + held <= here:
@@ -176,8 +177,8 @@ def _option_split(
         while below + 1 < num_lowest and low_bytes[below + 1] <= here:
             below += 1
         num_steps += 1
-        if below >= 0 and low_slower[below] <= seconds:
-            break  # no split at p is lower than what its forwards cost
+        if below >= 0 and low_slower[below] <= lowest_value:
+            break  # no split at p is lower than with all the memory that there is
         value = slower[one] + slower[other] + seconds
         if below < 0 or value < low_slower[below]:
             to_bytes[count], to_slower[count] = here, value

@@ -61,17 +61,12 @@ class Round:
         self.updated = updated_stages(chain)
         self.computations, self._at = _with_updates(profile.order, self.updated, updates)
         self.freed: dict[int, list[Operation]] = {self._at[p]: [*listed] for p, listed in profile.freed.items()}
-        size = len(self.computations)
+        self.size = size = len(self.computations)
         self.seconds = np.zeros(size)
         self.before_bytes, self.peak_bytes = np.zeros(size, np.int64), np.zeros(size, np.int64)
         self._count(profile)
         self.trips: list[Trip] = []
         self._add_trips(profile)
-
-    @property
-    def size(self) -> int:
-        """The number of computations."""
-        return len(self.computations)
 
     @property
     def compute_seconds(self) -> float:

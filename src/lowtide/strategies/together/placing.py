@@ -7,8 +7,9 @@ after: that always works where the trips leave enough room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -40,14 +41,15 @@ class PlacedMoves:
     """A list of operations, from forward 1 on, and its estimated steady period."""
 
     seconds: float
-    operations: tuple[Operation, ...]
+    listed: Callable[[], tuple[Operation, ...]]
+    """Lists the operations: of many lists one is taken."""
 
 
 def place(problem: Problem, order: Round, trips: Sequence[Trip]) -> PlacedMoves | None:
     """The best list with these trips that the rounds find; None where they find none."""
     if not trips:
         fits = int(order.peak_bytes.max()) <= problem.memory_budget
-        return PlacedMoves(order.compute_seconds, _listed(order, range(order.size))) if fits else None
+        return PlacedMoves(order.compute_seconds, partial(_listed, order, range(order.size))) if fits else None
     values: list[Value] = sorted({trip.value for trip in trips})
     first = order.computations.index(Backward(order.chain.num_stages))
     course = _course(problem, order, trips, values, first)
@@ -69,7 +71,7 @@ def place(problem: Problem, order: Round, trips: Sequence[Trip]) -> PlacedMoves 
         cuts = sorted(near & set(range(moves.num_wrapping + 1)) - tried)
     if best is None:
         return None
-    return PlacedMoves(best[0], _operations(order, values, first, kept[:num_kept]))
+    return PlacedMoves(best[0], partial(_operations, order, values, first, kept[:num_kept]))
 
 
 def _course(problem: Problem, order: Round, trips: Sequence[Trip], values: list[Value], first: int) -> Course:
