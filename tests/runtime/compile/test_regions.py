@@ -491,6 +491,21 @@ def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: st
     assert_equal(found, train(plain, texts(batch=64)))
 
 
+@pytest.mark.usefixtures("_host_bound")
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_a_plan_that_joins_regions_can_be_saved(nearly_all, tmp_path) -> None:
+    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    with lowtide.fit(model, text, memory_budget=nearly_all["just"], **OPTIONS, **auto_with(UNPARTITIONED)) as plan:
+        assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
+        plan.save(tmp_path / "plan.json")
+        expected = train(model, texts(batch=64))
+    again = Language(depth=4, dropout=0.0)
+    with lowtide.load_plan(tmp_path / "plan.json", again) as plan:
+        assert regions_of(again) is not None
+        assert_equal(train(again, texts(batch=64)), expected)
+        assert plan.stats().recomputed_per_step > 0
+
+
 class _Compiled:
     """Stands in for a compiled model."""
 
@@ -667,6 +682,14 @@ def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -
     found = trials._within(solution, 2000)
     assert 0.9 * 2000 < found.peak_bytes <= 2000
     assert all(stage.freed_bytes < stage.saved_bytes for stage in found.chain.stages)
+
+
+@pytest.mark.parametrize("peak_bytes", [2000, 3000, 6000])
+def test_stages_have_the_peak_of_one_region(peak_bytes: int) -> None:
+    solution = lowtide.solve(four_stages(1.0), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    found = trials._priced(solution, peak_bytes)
+    assert found.peak_bytes == peak_bytes
+    assert (found.chain.base_bytes > 1000) == (peak_bytes > solution.peak_bytes)  # what is saved is scaled first
 
 
 class _Planned:

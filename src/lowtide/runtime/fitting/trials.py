@@ -348,6 +348,8 @@ class _CompiledPlanning:
         """Regions without variants, which the schedule joins."""
         compilation = replace(self._compilation, regions=True, budgets=())
         chosen = replace(self._settings, compilation=compilation, bandwidth=0, each_trial_compiles=True)
+        if self._settings.progress is not None:
+            self._settings.progress("compiling what the schedule joins", 0.0)
         return self._tried(split, chain, compilation.of(self._model, split), chosen, accepts=False)
 
     def _tried(
