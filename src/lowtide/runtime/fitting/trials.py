@@ -916,30 +916,27 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
 
 def _with_less_extra(stage: Stage, less_bytes: int) -> Stage:
     """The stage where each computation takes so much less at its peak, as far as it takes more than its values."""
+    lean = _with_less_in_backward(stage, less_bytes)
+    variants = (_with_less_in_backward(variant, less_bytes) for variant in stage.variants)
     return replace(
-        stage,
+        lean,
         forward_extra_bytes=max(0, stage.forward_extra_bytes - less_bytes),
         saving_extra_bytes=max(0, stage.saving_extra_bytes - less_bytes),
-        **_less_in_backward(stage, less_bytes),
         variants=tuple(
-            replace(
-                variant,
-                forward_extra_bytes=max(0, variant.forward_extra_bytes - less_bytes),
-                **_less_in_backward(variant, less_bytes),
-            )
-            for variant in stage.variants
+            replace(variant, forward_extra_bytes=max(0, variant.forward_extra_bytes - less_bytes))
+            for variant in variants
         ),
     )
 
 
-def _less_in_backward(way: Stage | Variant, less_bytes: int) -> dict[str, int]:
+_Way = TypeVar("_Way", Stage, Variant)
+
+
+def _with_less_in_backward(way: _Way, less_bytes: int) -> _Way:
     """First less extra, then more of what is saved gone when the backward takes the most."""
     extra_bytes = max(0, way.backward_extra_bytes - less_bytes)
-    more_freed = less_bytes - (way.backward_extra_bytes - extra_bytes)
-    return {
-        "backward_extra_bytes": extra_bytes,
-        "freed_bytes": min(way.saved_bytes, way.freed_bytes + more_freed),
-    }
+    freed_bytes = way.freed_bytes + less_bytes - (way.backward_extra_bytes - extra_bytes)
+    return replace(way, backward_extra_bytes=extra_bytes, freed_bytes=min(way.saved_bytes, freed_bytes))
 
 
 def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) -> int:
