@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from torch import nn
