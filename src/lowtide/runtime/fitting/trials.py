@@ -930,10 +930,10 @@ def _with_less_extra(stage: Stage, less_bytes: int) -> Stage:
     )
 
 
-_Way = TypeVar("_Way", Stage, Variant)
+_Variant = TypeVar("_Variant", Stage, Variant)
 
 
-def _with_less_in_backward(way: _Way, less_bytes: int) -> _Way:
+def _with_less_in_backward(way: _Variant, less_bytes: int) -> _Variant:
     """First less extra, then more of what is saved gone when the backward takes the most."""
     extra_bytes = max(0, way.backward_extra_bytes - less_bytes)
     freed_bytes = way.freed_bytes + less_bytes - (way.backward_extra_bytes - extra_bytes)
