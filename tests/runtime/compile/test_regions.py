@@ -520,10 +520,9 @@ class _Compiled:
         self.is_installed = False
 
 
-def planning_for(budget: int = 2**30) -> trials._CompiledPlanning:
-    settings = dataclasses.replace(
-        SETTINGS, memory_budget=budget, compilation=Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
-    )
+def planning_for(budget: int = 2**30, **others) -> trials._CompiledPlanning:
+    compilation = Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
+    settings = dataclasses.replace(SETTINGS, memory_budget=budget, compilation=compilation, **others)
     return trials._CompiledPlanning(Language(), None, settings, None, tier=None, goes_on=False)
 
 
@@ -624,6 +623,13 @@ def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monk
     assert first.joint is None
     assert second.seconds == pytest.approx(4.5)  # one of eight computations once more
     assert [way.joint for way in planning_for(1)._ways(whole)] == [None, None]
+
+
+@pytest.mark.parametrize("asked", [{"strategy": "joint"}, {"strategy": "offload"}, {"step_in_backward": True}])
+def test_what_moves_is_not_joined(monkeypatch, asked) -> None:
+    monkeypatch.setattr(trials, "measured_for", lambda *_: (None, (four_stages(1.0), _Compiled())))
+    ways = planning_for(**asked, bandwidth=10**10)._ways(None)
+    assert [way.joint for way in ways] == [None, None]
 
 
 def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:

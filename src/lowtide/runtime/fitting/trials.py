@@ -454,7 +454,9 @@ class _CompiledPlanning:
         return tried.seconds if isinstance(tried, Trial) and tried.seconds else chain.compute_seconds
 
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:
-        """The way that joins regions, where a schedule is predicted to fit."""
+        """The way that joins regions, where a schedule is predicted to fit; strategies that move values have none."""
+        if self._settings.strategy not in _MAY_STORE_ALL or self._settings.step_in_backward:
+            return []
         try:
             seconds = solution_for(chain, replace(self._settings, bandwidth=0)).seconds
         except InfeasibleBudgetError:
