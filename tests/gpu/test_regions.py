@@ -111,15 +111,18 @@ class WithScores(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:a step took")
-@pytest.mark.parametrize("has_room", [True, False])
-def test_trials_decide_what_is_compiled(has_room):
+@pytest.mark.parametrize("room", ["all", "nearly all", "the least"])
+def test_trials_decide_what_is_compiled(room):
     """In float64, where the order of sums shows in the last of 16 digits only."""
     torch.use_deterministic_algorithms(False)
     text = torch.randint(0, 509, (16, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     model, plain = WithScores().double().cuda(), WithScores().double().cuda()
     options = {"bandwidth": 0, "optimizer": "sgd", "compile_stages": {"regions": "auto"}, "keeps_result": False}
     budget = 2**32
-    if not has_room:
+    if room == "nearly all":
+        with lowtide.fit(model, text, memory_budget=budget, **{**options, "compile_stages": {"regions": True}}) as plan:
+            budget = plan.stats().predicted_peak_bytes - 2**20
+    if room == "the least":
         with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
             lowtide.fit(model, text, memory_budget=1, **options)
         budget = int(1.05 * caught.value.minimum_bytes)
@@ -127,7 +130,7 @@ def test_trials_decide_what_is_compiled(has_room):
         for _ in range(2):
             model.zero_grad()
             model(text)["loss"].backward()
-        assert (plan.stats().recomputed_per_step == 0) or not has_room
+        assert (plan.stats().recomputed_per_step == 0) or room != "all"
         assert plan.stats().measured_peak_bytes <= budget
     plain(text)["loss"].backward()
     expected = dict(gradients(plain))

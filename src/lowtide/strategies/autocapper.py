@@ -12,7 +12,6 @@ from lowtide.strategies.copies.gaps import Placement, Profile
 from lowtide.strategies.nested.costs import costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested.table import Table, least_memory
-from lowtide.strategies.slots import default_num_slots
 
 Order = tuple[Forward | Backward, ...]
 
@@ -77,9 +76,10 @@ class _Recomputation:
         n = self.costs.num_stages
         self.least_bytes = self.outside + int(self.least.least_bytes[1, n])
         self.ample_bytes = self.outside + int(self.least.ample_bytes[1, n])
-        self.slots = slots or default_num_slots(n)
+        self.known = problem.known
+        self.slots = slots
         # One byte below what the fastest schedule needs, the table is complete.
-        self.table = Table.of(self.costs, self.least, self.ample_bytes - self.outside - 1, self.slots)
+        self.table = Table.shared(self.known, self.costs, self.least, self.ample_bytes - self.outside - 1, slots)
 
     def orders(self, lowest: int, count: int) -> list[Order]:
         """The orders for `count` memories, evenly from `lowest` to what plain training needs; each order once."""
@@ -89,7 +89,7 @@ class _Recomputation:
             if memory >= self.least_bytes:
                 table = self.table
                 if step == 0 and memory < self.ample_bytes:
-                    table = Table.of(self.costs, self.least, memory - self.outside, self.slots)
+                    table = Table.shared(self.known, self.costs, self.least, memory - self.outside, self.slots)
                 decisions, _ = table.decisions(memory - self.outside)
                 found.setdefault(operations_of(self.costs, decisions))
         return list(found)

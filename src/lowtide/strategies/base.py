@@ -69,6 +69,7 @@ class Problem:
         bandwidth: bytes per second each way between device and host; 0 if nothing can be moved.
         duplex: both directions at once.
         evaluate: simulates a schedule of this chain at this bandwidth; raises ScheduleError if it is illegal.
+        known: what strategies have worked out of this chain, for others that need the same; for any budget.
     """
 
     chain: Chain
@@ -76,6 +77,7 @@ class Problem:
     bandwidth: int
     duplex: bool
     evaluate: Callable[[Schedule], Evaluation]
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def infeasible(self, strategy: str, minimum_bytes: int) -> InfeasibleBudgetError:
         """Make the error for a budget below `minimum_bytes`."""

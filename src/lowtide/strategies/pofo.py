@@ -22,7 +22,6 @@ from lowtide.strategies.nested.costs import costs_of, operations_of, outside_byt
 from lowtide.strategies.nested.plan import nested_minimum_bytes, plan_nested
 from lowtide.strategies.nested.table import Table, least_memory
 from lowtide.strategies.numerics.arrays import from_above
-from lowtide.strategies.slots import default_num_slots
 
 # How much more memory, as shares of the budget, orders are made for that know when side values are recomputed.
 _SHARES_MORE = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
@@ -59,7 +58,7 @@ class Pofo:
         if not problem.bandwidth:
             return plan_nested(problem, costs_of(problem.chain), "pofo", None)
         model = ContinuousModel.of(from_above(problem.chain), problem.bandwidth, recompute=True)
-        leanest = _leanest(problem.chain)
+        leanest = _leanest(problem)
         minimum = _minimum_bytes(problem.chain, model, leanest)
         if problem.memory_budget < minimum:
             raise problem.infeasible("pofo", minimum)
@@ -86,7 +85,7 @@ class Pofo:
         if not problem.bandwidth:
             return nested_minimum_bytes(problem, costs_of(problem.chain))
         model = ContinuousModel.of(from_above(problem.chain), problem.bandwidth, recompute=True)
-        return _minimum_bytes(problem.chain, model, _leanest(problem.chain))
+        return _minimum_bytes(problem.chain, model, _leanest(problem))
 
     def _offloaded(self, problem: Problem) -> list[Placement]:
         """Pure offloading: the plans of `offload`, if feasible."""
@@ -104,14 +103,15 @@ def _minimum_bytes(chain: Chain, model: ContinuousModel, leanest: Profile | None
     return min(model.minimum_bytes, once_each(chain).need_bytes(None), leanest.need_bytes(None))
 
 
-def _leanest(chain: Chain) -> Profile | None:
+def _leanest(problem: Problem) -> Profile | None:
     """The leanest schedule that recomputes alone; None where the model knows all that is there."""
+    chain = problem.chain
     if not chain.has_other_values:
         return None
     costs = costs_of(chain)
     least = least_memory(costs)
     available = int(least.least_bytes[1, costs.num_stages])
-    decisions, _ = Table.of(costs, least, available, default_num_slots(costs.num_stages)).decisions(available)
+    decisions, _ = Table.shared(problem.known, costs, least, available).decisions(available)
     return Profile(chain, operations_of(costs, decisions))
 
 
@@ -127,7 +127,7 @@ def _recomputed_for_more(problem: Problem) -> Iterator[Profile]:
     enough, ample = int(least.least_bytes[1, costs.num_stages]), int(least.ample_bytes[1, costs.num_stages])
     budgets = [budget for budget in budgets if enough <= budget < ample]
     if budgets:
-        table = Table.of(costs, least, budgets[-1], default_num_slots(costs.num_stages))
+        table = Table.shared(problem.known, costs, least, budgets[-1])
         for budget in budgets:
             yield Profile(problem.chain, operations_of(costs, table.decisions(budget)[0]))
 
@@ -139,6 +139,6 @@ def _recomputed(problem: Problem) -> Placement | None:
     available = problem.memory_budget - outside_bytes(problem.chain)
     if available < int(least.least_bytes[1, costs.num_stages]):
         return None
-    decisions, _ = Table.of(costs, least, available, default_num_slots(costs.num_stages)).decisions(available)
+    decisions, _ = Table.shared(problem.known, costs, least, available).decisions(available)
     order = operations_of(costs, decisions)
     return Profile(problem.chain, order).place((), problem.memory_budget, problem.bandwidth)

@@ -491,6 +491,21 @@ def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: st
     assert_equal(found, train(plain, texts(batch=64)))
 
 
+@pytest.mark.usefixtures("_host_bound")
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_a_plan_that_joins_regions_can_be_saved(nearly_all, tmp_path) -> None:
+    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    with lowtide.fit(model, text, memory_budget=nearly_all["just"], **OPTIONS, **auto_with(UNPARTITIONED)) as plan:
+        assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
+        plan.save(tmp_path / "plan.json")
+        expected = train(model, texts(batch=64))
+    again = Language(depth=4, dropout=0.0)
+    with lowtide.load_plan(tmp_path / "plan.json", again) as plan:
+        assert regions_of(again) is not None
+        assert_equal(train(again, texts(batch=64)), expected)
+        assert plan.stats().recomputed_per_step > 0
+
+
 class _Compiled:
     """Stands in for a compiled model."""
 
@@ -505,10 +520,9 @@ class _Compiled:
         self.is_installed = False
 
 
-def planning_for(budget: int = 2**30) -> trials._CompiledPlanning:
-    settings = dataclasses.replace(
-        SETTINGS, memory_budget=budget, compilation=Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
-    )
+def planning_for(budget: int = 2**30, **others) -> trials._CompiledPlanning:
+    compilation = Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
+    settings = dataclasses.replace(SETTINGS, memory_budget=budget, compilation=compilation, **others)
     return trials._CompiledPlanning(Language(), None, settings, None, tier=None, goes_on=False)
 
 
@@ -566,17 +580,20 @@ def test_where_no_way_fits_the_least_that_is_named_is_of_those_that_are_always_t
     assert caught.value.minimum_bytes == 2**31
 
 
+def four_stages(seconds: float) -> lowtide.Chain:
+    return lowtide.Chain(
+        "net", tuple(lowtide.Stage(f"{k}", seconds, seconds, 100, 1000) for k in range(4)), input_bytes=100
+    )
+
+
 @pytest.mark.parametrize("regions", [True, False])
-def test_ways_are_known_by_what_they_take_at_the_least(monkeypatch, regions: bool) -> None:
-    stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000) for k in range(4))
-    chain = lowtide.Chain("net", stages, input_bytes=100)
+def test_ways_are_known_by_the_sum_of_their_stages(monkeypatch, regions: bool) -> None:
     asked = []
 
     def measured(model, sample, settings):
         asked.append(settings.compilation)
-        each = 1.0 if settings.compilation.regions == regions else 2.0
-        timed = chain.with_times(lambda one: each, lambda one: each)
-        return None, (timed, _Compiled(settings.compilation.regions))
+        is_faster = settings.compilation.regions == regions
+        return None, (four_stages(1.0 if is_faster else 2.0), _Compiled(settings.compilation.regions))
 
     monkeypatch.setattr(trials, "measured_for", measured)
     ways = planning_for(4000)._ways(None)
@@ -586,13 +603,33 @@ def test_ways_are_known_by_what_they_take_at_the_least(monkeypatch, regions: boo
     assert singles == [(8.0, regions), (math.inf, not regions)]  # the faster one gets the variants
     (joint,) = [way for way in ways if way.joint]
     assert joint.seconds > (8.0 if regions else 16.0)
-    whole = _Planned(4.0)  # as one it takes half as long as the faster single stages, and less memory than all of them
-    whole.rehearsed_peak_bytes, whole.unknown_bytes = 4001, 1
-    first = planning_for(4000)._ways(whole)[0]
-    assert first.joint
-    assert first.seconds == pytest.approx(4.0)  # without the unknown byte it fits
-    assert planning_for(3800)._ways(whole)[0].seconds == pytest.approx(4.5)  # one forward of eight computations more
-    assert not any(way.joint for way in planning_for(1)._ways(whole))
+
+
+def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monkeypatch) -> None:
+    blocks = _Compiled(regions=False)
+    monkeypatch.setattr(
+        trials, "measured_for", lambda *_: (None, (four_stages(0.1), blocks))
+    )  # by their sum the fastest
+    monkeypatch.setattr(trials._CompiledPlanning, "_seconds_with_all_stored", lambda *_: 4.3)
+    stored = lowtide.solve(four_stages(0.5), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    whole = _Planned(4.0)
+    whole.split, whole.chain, whole.unknown_bytes = None, dataclasses.replace(stored.chain, base_bytes=1), 1
+    first, second, last = planning_for(stored.peak_bytes)._ways(whole)
+    assert (first.seconds, first.joint is None) == (4.0, False)  # the unknown byte is not counted twice
+    assert (second.seconds, second.regions) == (4.3, False)
+    assert (last.seconds, last.regions) == (math.inf, True)
+    assert not blocks.is_installed
+    first, second, _ = planning_for(stored.peak_bytes - 1)._ways(whole)
+    assert first.joint is None
+    assert second.seconds == pytest.approx(4.5)  # one of eight computations once more
+    assert [way.joint for way in planning_for(1)._ways(whole)] == [None, None]
+
+
+@pytest.mark.parametrize("asked", [{"strategy": "joint"}, {"strategy": "offload"}, {"step_in_backward": True}])
+def test_what_moves_is_not_joined(monkeypatch, asked) -> None:
+    monkeypatch.setattr(trials, "measured_for", lambda *_: (None, (four_stages(1.0), _Compiled())))
+    ways = planning_for(**asked, bandwidth=10**10)._ways(None)
+    assert [way.joint for way in ways] == [None, None]
 
 
 def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:
@@ -651,6 +688,14 @@ def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -
     found = trials._within(solution, 2000)
     assert 0.9 * 2000 < found.peak_bytes <= 2000
     assert all(stage.freed_bytes < stage.saved_bytes for stage in found.chain.stages)
+
+
+@pytest.mark.parametrize("peak_bytes", [2000, 3000, 6000])
+def test_stages_have_the_peak_of_one_region(peak_bytes: int) -> None:
+    solution = lowtide.solve(four_stages(1.0), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    found = trials._priced(solution, peak_bytes)
+    assert found.peak_bytes == peak_bytes
+    assert (found.chain.base_bytes > 1000) == (peak_bytes > solution.peak_bytes)  # what is saved is scaled first
 
 
 class _Planned:

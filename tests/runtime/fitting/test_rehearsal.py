@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +181,41 @@ def test_a_prediction_is_corrected_by_more_than_the_base():
         corrected = trials.corrected(chain, -less)
         assert corrected.fixed_bytes == chain.fixed_bytes - less
         assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
+
+
+@pytest.mark.parametrize("extras", [(9, 50), (150, 5)], ids=["backward", "forward"])
+def test_a_prediction_is_corrected_by_more_than_what_is_there_all_the_time(extras):
+    variants = (lowtide.Variant("lean", 1.0, 1.0, 30, *extras),)
+    more = {"weight_bytes": 20, "optimizer_bytes": 5, "variants": variants}
+    stages = [lowtide.Stage(name, 1.0, 1.0, 4, 40, 4, *extras, **more) for name in "abc"]
+    chain = lowtide.Chain("extras", stages, base_bytes=10)
+    for variant in (0, 1):
+        forwards = [lowtide.Forward(k, "all", variant) for k in (1, 2, 3)]
+        schedule = lowtide.Schedule("", [*forwards, *(lowtide.Backward(k) for k in (3, 2, 1))])
+        peak_bytes = lowtide.simulate(chain, schedule).peak_bytes
+        for less in (25, 26, 60, 90):
+            corrected = trials.corrected(chain, -less)
+            assert lowtide.simulate(corrected, schedule).peak_bytes == peak_bytes - less
+    assert [stage.weight_bytes for stage in corrected.stages] == [20, 20, 20]
+
+
+def test_no_plan_is_predicted_to_take_more_than_its_budget(monkeypatch):
+    model, x = wide(), batches(SHAPE, 1)[0]
+    measured = trials.measure_split
+
+    def too_much(*args, **kwargs):
+        chain = measured(*args, **kwargs)
+        more = [replace(each, backward_extra_bytes=each.backward_extra_bytes + 2**21) for each in chain.stages]
+        return replace(chain, stages=more)
+
+    monkeypatch.setattr(trials, "measure_split", too_much)
+    options = {"bandwidth": 0, "optimizer": "sgd"}
+    with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
+        lowtide.fit(model, x, memory_budget=1, **options)
+    budget = refusal.value.minimum_bytes
+    with lowtide.fit(model, x, memory_budget=budget, **options) as plan:
+        assert any("instead of the predicted" in note for note in plan.notes)
+        assert plan.stats().predicted_peak_bytes <= budget
 
 
 def test_copies_of_buffers_for_afterwards_do_not_count():

@@ -78,6 +78,19 @@ def test_every_forward_counts_alike() -> None:
     assert rest == stage
 
 
+@pytest.mark.parametrize(("bandwidth", "num_solved"), [(10**9, 1), (10**4, 2)], ids=["no wait", "waits"])
+def test_nothing_is_solved_twice_where_no_computation_waits(
+    monkeypatch: pytest.MonkeyPatch, bandwidth: int, num_solved: int
+) -> None:
+    chain = Chain("even", [Stage(str(k), 1e-3, 2e-3, output_bytes=10, saved_bytes=100) for k in range(6)])
+    solved = list[Chain]()
+    solve = solving.solve
+    monkeypatch.setattr(solving, "solve", lambda each, **options: solved.append(each) or solve(each, **options))
+    chosen = solved_for_executor(chain, memory_budget=400, bandwidth=bandwidth, strategy="offload")
+    assert chosen.trace.moved_bytes
+    assert (len(solved), chosen.idle_seconds > 0) == (num_solved, num_solved == 2)
+
+
 def in_the_middle(chain: Chain) -> int:
     """A budget halfway between the least for recomputation and plain training's peak."""
     most = lowtide.solve(chain, memory_budget="1000TiB", strategy="store-all").peak_bytes

@@ -12,6 +12,7 @@ from tests.search import Nested
 from lowtide import Chain, Schedule, simulate
 from lowtide.strategies.nested import fill as nested_fill
 from lowtide.strategies.nested import stairs as nested_stairs
+from lowtide.strategies.nested import table as nested_table
 from lowtide.strategies.nested.costs import Costs, costs_of, operations_of, outside_bytes
 from lowtide.strategies.nested.rows import BLOCK
 from lowtide.strategies.nested.table import Table, least_memory
@@ -158,3 +159,38 @@ def test_what_does_not_fit_stays_infinite_in_the_rows(num_stages: int) -> None:
             origin, lowest = rows.origin[s, t], rows.lowest[s, t]
             if lowest < rows.highest[s, t]:
                 assert np.isinf(rows.values[origin + lowest // BLOCK * BLOCK : origin + lowest]).all()
+
+
+@pytest.mark.parametrize("chain", random_chains(8, 6, features=NESTED_FEATURES), ids=lambda chain: chain.name)
+def test_a_shared_table_answers_as_one_of_its_own(chain: Chain) -> None:
+    costs, known = costs_of(chain), dict[object, object]()
+    least, (lowest, ample) = least_memory(costs), limits(chain, costs)
+    for share in (0.3, 0.2, 0.6, 0.5, 0.0, 0.9, 1.0):
+        budget = lowest + int(share * (ample - lowest))
+        available = budget - outside_bytes(chain)
+        shared = Table.shared(known, costs, least, available)
+        own = Table.of(costs, least, available, 10**6)
+        assert check(shared, chain, budget) == pytest.approx(check(own, chain, budget), rel=1e-12)
+
+
+def test_exact_times_are_worked_out_twice_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, made = random_chain(0, 8, sizes="heavy-tailed"), list[int]()
+    costs, known = costs_of(chain), dict[object, object]()
+    least, (lowest, ample) = least_memory(costs), limits(chain, costs)
+    stairs_of = nested_table.stairs_of
+    monkeypatch.setattr(nested_table, "stairs_of", lambda *given: made.append(given[1]) or stairs_of(*given))
+    tables = [Table.shared(known, costs, least, b - outside_bytes(chain)) for b in range(lowest, ample)]
+    assert made == [lowest - outside_bytes(chain), ample - 1 - outside_bytes(chain)]
+    assert Table.shared(known, costs_of(chain), least, lowest - outside_bytes(chain)) is tables[-1]
+    other = with_random_seconds(chain, 1)
+    assert Table.shared(known, costs_of(other), least, lowest - outside_bytes(chain)) is not tables[-1]
+
+
+def test_slots_are_cut_for_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nested_table, "stairs_of", lambda *_: None)
+    chain, known = random_chain(0, 8, sizes="heavy-tailed"), dict[object, object]()
+    costs = costs_of(chain)
+    least, (lowest, ample) = least_memory(costs), limits(chain, costs)
+    for budget in (lowest, ample - 1, (lowest + ample) // 2):
+        shared = Table.shared(known, costs, least, budget - outside_bytes(chain), 50)
+        assert shared.slots == Slots.for_budget(budget - outside_bytes(chain), 50)

@@ -38,8 +38,8 @@ from lowtide.units import format_bytes
 StageNames = Sequence[str] | Callable[[str, nn.Module], bool]
 
 _NO_CACHE = (
-    "use_cache=True is ignored in training: a cache of keys and values would keep what should be freed; the result has "
-    "no past_key_values then"
+    "use_cache=True is ignored in training, as an argument and in the model's config: a cache of keys and values would "
+    "keep what should be freed; the result has no past_key_values then, and the numbers are those of use_cache=False"
 )
 _BY_HAND = 'name the stages by hand: stages=["encoder.layer.*", ...], or a function of (path, module)'
 
@@ -97,7 +97,7 @@ def capture(
     if not cuts.chosen:
         raise CaptureError(_nothing_found(observation))
     split = _split(observation, cuts, units, trailing, keywords)
-    return replace(split, notes=(_NO_CACHE,)) if called.kwargs.get("use_cache") else split
+    return replace(split, notes=(_NO_CACHE,)) if keywords else split
 
 
 def check_has_data(model: nn.Module) -> None:

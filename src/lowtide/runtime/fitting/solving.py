@@ -24,6 +24,9 @@ from lowtide.solve import Solution, solve
 # kernels are long, do not notice. Beyond 200 us nothing more is left out.
 _RERUN_SECONDS = 50e-6
 
+# What sums in another order differ by.
+_NO_WAIT = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -108,7 +111,8 @@ def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0,
     The counted chain takes longer for first forwards, too. That is no matter for recomputation; but copies that are
     hidden behind those forwards may not be behind real ones (DenseNet-121 on an H200 within the middle of its memory:
     pofo's schedule for the counted chain is simulated to wait 8.8 ms, that for the chain itself not at all). So where
-    values move, the better of the schedules for both is taken.
+    computations wait for copies, the better of the schedules for both is taken. Where they do not, none is better by
+    what is compared: it takes no longer on the counted chain than on the chain itself with its forwards counted.
 
     Args:
         chain: what the stages cost.
@@ -127,7 +131,7 @@ def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0,
             refused.append(error)
         else:
             found.append(solution)
-        if not bandwidth or (found and not found[0].trace.moved_bytes):
+        if not bandwidth or (found and _cannot_be_better(found[0], memory_budget)):
             break
     if not found:
         try:
@@ -135,6 +139,11 @@ def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0,
         finally:
             refused.clear()  # their tracebacks have this frame: a batch would stay until the collector comes
     return min(found, key=lambda way: (way.peak_bytes > memory_budget, _counted_seconds(way)))
+
+
+def _cannot_be_better(solution: Solution, memory_budget: int) -> bool:
+    """Whether a schedule for the counted chain is also the best for the chain itself: no computation waits."""
+    return solution.peak_bytes <= memory_budget and solution.idle_seconds <= _NO_WAIT * solution.seconds
 
 
 def _counted_seconds(solution: Solution) -> float:

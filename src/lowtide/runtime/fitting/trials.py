@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from lowtide.chain import Chain
+from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, ScheduleError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, num_alike
 from lowtide.runtime.compile.regions import many_compilations, not_one_graph
@@ -286,9 +287,9 @@ class _CompiledPlanning:
     """Plans for compiled stages, in regions or block by block.
 
     Where trials decide, they compile at most about as much as twice the model, besides what schedules join: the whole
-    model as one region, beside blocks that share their compilations, without variants where that tells which is faster;
-    where the whole does not fit, the stages in both ways without variants, and one way with as many as there are equal
-    blocks to share them.
+    model as one region, beside blocks that share their compilations, without variants where that tells which is faster,
+    and with as many as there are equal blocks to share them; where the whole cannot fit, the stages in both ways
+    without variants, and one way with them.
     """
 
     def __init__(
@@ -348,6 +349,8 @@ class _CompiledPlanning:
         """Regions without variants, which the schedule joins."""
         compilation = replace(self._compilation, regions=True, budgets=())
         chosen = replace(self._settings, compilation=compilation, bandwidth=0, each_trial_compiles=True)
+        if self._settings.progress is not None:
+            self._settings.progress("compiling what the schedule joins", 0.0)
         return self._tried(split, chain, compilation.of(self._model, split), chosen, accepts=False)
 
     def _tried(
@@ -402,36 +405,58 @@ class _CompiledPlanning:
     def _ways(self, whole: Planned | None) -> list[_Way]:
         """The ways in which a model can be compiled, by what a step is expected to take at the least.
 
-        Single stages, as regions or as blocks, run in variants, and take at least what they take without: the way that
-        takes less is one, and the other is for where that does not fit. Or a schedule without variants joins regions;
-        where the whole model did not fit as one, they take as long as that, and what is computed again. Where all
-        stages differ, single ones are only for where joined ones do not fit.
-
-        What is compiled for this is compiled as it is beside variants.
+        Single stages run in variants, and take at least what they take without. Or a schedule without variants joins
+        regions. Where the whole model was tried as one, joined regions take as long as that, and what is computed
+        again, and blocks what they take in such a step. Where it was not, all that is known is the sum of the stages,
+        and of single stages those that take less as regions or as blocks are one way. The others are for where nothing
+        else fits; and where all stages differ, single ones are.
         """
+        joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
         if not self._repeats:
-            # One large region after the other, each measured by itself, costs as much to compile as joined ones.
-            joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
             return [*joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
-        options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
-        compilation = replace(self._compilation, options=options, budgets=())
-        found: dict[bool, tuple[Split, Chain]] = {}
-        for regions in (True, False):
-            chosen = replace(self._settings, compilation=replace(compilation, regions=regions))
-            split, (chain, compiled) = measured_for(self._model, self._sample, chosen)
-            assert compiled is not None
+        first, seconds = False, 0.0
+        if whole is None:
+            split, chain, compiled = self._without_variants(regions=True)
             compiled.remove()
-            if regions and not compiled.compilation.regions:
+            if not compiled.compilation.regions:
                 return [_Way(0.0, regions=False)]  # it is not one graph
-            found[regions] = split, chain
-        first = min(found, key=lambda regions: found[regions][1].compute_seconds)
-        ways = [_Way(found[first][1].compute_seconds, first), _Way(math.inf, not first)]
-        split, chain = found[True]
-        chain = chain if whole is None else _like_the_whole(chain, whole, self._settings)
-        return sorted([*self._joint(split, chain), *ways], key=lambda way: way.seconds)
+            joint, seconds = self._joint(split, chain), chain.compute_seconds
+        split, chain, compiled = self._without_variants(regions=False)
+        try:
+            first = whole is None and seconds < chain.compute_seconds
+            if not first:
+                seconds = chain.compute_seconds if whole is None else self._seconds_with_all_stored(split, chain)
+        finally:
+            compiled.remove()
+        ways = [*joint, _Way(seconds, regions=first), _Way(math.inf, regions=not first)]
+        return sorted(ways, key=lambda way: way.seconds)
+
+    def _without_variants(self, *, regions: bool) -> tuple[Split, Chain, CompiledModel]:
+        """Stages without variants, measured, and compiled as they are beside variants; they stay in place."""
+        options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
+        compilation = replace(self._compilation, options=options, budgets=(), regions=regions)
+        split, (chain, compiled) = measured_for(
+            self._model, self._sample, replace(self._settings, compilation=compilation)
+        )
+        assert compiled is not None
+        return split, chain, compiled
+
+    def _seconds_with_all_stored(self, split: Split, chain: Chain) -> float:
+        """What a trial step takes that stores everything, as the whole model's did; without one, the sum of stages."""
+        settings = replace(self._settings, strategy="store-all", bandwidth=0)
+        trials = _Trials(self._model, self._sample, split, chain, settings, self._tier, 0)
+        try:
+            tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
+        except torch.OutOfMemoryError:
+            return chain.compute_seconds
+        finally:
+            let_go(device_of(self._model))
+        return tried.seconds if isinstance(tried, Trial) and tried.seconds else chain.compute_seconds
 
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:
-        """The way that joins regions, where a schedule is predicted to fit."""
+        """The way that joins regions, where a schedule is predicted to fit; strategies that move values have none."""
+        if self._settings.strategy not in _MAY_STORE_ALL or self._settings.step_in_backward:
+            return []
         try:
             seconds = solution_for(chain, replace(self._settings, bandwidth=0)).seconds
         except InfeasibleBudgetError:
@@ -474,8 +499,9 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: _Trials) 
     try:
         tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
         assert isinstance(tried, Trial)
-        found = trials.planned(Accept(1, tried.peak_bytes - tried.predicted_bytes, tried.peak_bytes))
-        return replace(found, solution=_within(found.solution, tried.peak_bytes)), compiled
+        found = trials.planned(Accept(1, 0, tried.peak_bytes))
+        off = tried.peak_bytes - tried.predicted_bytes
+        return replace(found, solution=_priced(found.solution, tried.peak_bytes), more_bytes=off), compiled
     except BaseException as error:
         compiled.remove()
         if not isinstance(error, _impossible()):
@@ -495,23 +521,16 @@ def _without_unknown(planned: Planned) -> Chain:
     return replace(chain, base_bytes=max(0, chain.base_bytes - planned.unknown_bytes))
 
 
-def _like_the_whole(chain: Chain, whole: Planned, settings: Settings) -> Chain:
-    """Regions of single stages with the figures of the whole as one: what they take by themselves says little of what
-    they take joined, where most of it is the host's time to launch their kernels.
-    """
-    ratio = whole.solution.seconds / chain.compute_seconds
-    chain = chain.with_times(lambda one: one * ratio, lambda one: one * ratio)
-    stored = solution_for(chain, replace(settings, strategy="store-all", bandwidth=0, memory_budget=_EVERYTHING))
-    target = (whole.rehearsed_peak_bytes or 0) - whole.unknown_bytes
-    found = _within(stored, target)
-    return corrected(found.chain, target - found.peak_bytes)
+def _priced(solution: Solution, peak_bytes: int) -> Solution:
+    """A solution whose stages save, and hold all the time, as much less or more as makes its peak what was measured."""
+    found = _within(solution, peak_bytes)
+    return found.on(corrected(found.chain, peak_bytes - found.peak_bytes))
 
 
 def _within(solution: Solution, peak_bytes: int) -> Solution:
     """A solution whose stages save as much less as makes its peak what was measured.
 
-    They were measured without compilation, or one by one; what a compiler saves across them cannot be told from one to
-    the other.
+    They were measured without compilation; what a compiler saves across them cannot be told from one to the other.
     """
     least, most, found = 0.0, 1.0, solution
     for _ in range(_NUM_HALVINGS if solution.peak_bytes > peak_bytes else 0):
@@ -883,7 +902,9 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
     """The chain with so much more on the device all the time, or less.
 
     Where the base has less than is to be taken off (in a stage with large weights, activations go while gradients come;
-    a chain counts the whole of both), the rest is taken off the optimizer's state: what is executed moves neither.
+    a chain counts the whole of both), the rest is taken off the optimizer's state: what is executed moves neither. What
+    is left then is taken off what each computation takes besides its values, which is what a trial step can have shown
+    to be counted too high: workspaces, and gradients that come while activations go.
     """
     base_bytes = max(0, chain.base_bytes + more_bytes)
     rest, stages = base_bytes - chain.base_bytes - more_bytes, []
@@ -891,7 +912,34 @@ def corrected(chain: Chain, more_bytes: int) -> Chain:
         taken = min(rest, stage.optimizer_bytes)
         rest -= taken
         stages.append(replace(stage, optimizer_bytes=stage.optimizer_bytes - taken) if taken else stage)
+    if rest:
+        stages = [_with_less_extra(stage, rest) for stage in stages]
     return replace(chain, base_bytes=base_bytes, stages=tuple(stages))
+
+
+def _with_less_extra(stage: Stage, less_bytes: int) -> Stage:
+    """The stage where each computation takes so much less at its peak, as far as it takes more than its values."""
+    lean = _with_less_in_backward(stage, less_bytes)
+    variants = (_with_less_in_backward(variant, less_bytes) for variant in stage.variants)
+    return replace(
+        lean,
+        forward_extra_bytes=max(0, stage.forward_extra_bytes - less_bytes),
+        saving_extra_bytes=max(0, stage.saving_extra_bytes - less_bytes),
+        variants=tuple(
+            replace(variant, forward_extra_bytes=max(0, variant.forward_extra_bytes - less_bytes))
+            for variant in variants
+        ),
+    )
+
+
+_Variant = TypeVar("_Variant", Stage, Variant)
+
+
+def _with_less_in_backward(way: _Variant, less_bytes: int) -> _Variant:
+    """First less extra, then more of what is saved gone when the backward takes the most."""
+    extra_bytes = max(0, way.backward_extra_bytes - less_bytes)
+    freed_bytes = way.freed_bytes + less_bytes - (way.backward_extra_bytes - extra_bytes)
+    return replace(way, backward_extra_bytes=extra_bytes, freed_bytes=min(way.saved_bytes, freed_bytes))
 
 
 def _optimizer_step_bytes(model: nn.Module, chain: Chain, settings: Settings) -> int:

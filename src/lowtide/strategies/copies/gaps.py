@@ -179,6 +179,7 @@ class _Reader:
             for k in (side.maker, *side.readers) if side.num_bytes else ():
                 self.side_values.setdefault(k, []).append((i, side))
         self.made_first: dict[Value, int] = {}
+        self.held_long = [(i, side) for i, side in enumerate(chain.side_values, start=1) if side.held_until]
 
     def read(self) -> None:
         """Fill the profile's arrays and gaps."""
@@ -238,9 +239,9 @@ class _Reader:
             more_bytes += 0 if stored else num_bytes
             for value in stored:
                 self._touch(position, value)
-        for value in self.made_first if k not in self.has_run else ():
-            side = self.chain.side_value(value[1])
-            more_bytes += side.num_bytes if k <= side.held_until and value not in self.sizes else 0
+        for i, side in self.held_long if k not in self.has_run else ():
+            is_freed = ("s", i) in self.made_first and ("s", i) not in self.sizes
+            more_bytes += side.num_bytes if k <= side.held_until and is_freed else 0
         self.has_run.add(k)
         return more_bytes
 

@@ -9,7 +9,6 @@ from lowtide.strategies.base import Answer, Problem
 from lowtide.strategies.nested.costs import Costs, from_below, operations_of, outside_bytes
 from lowtide.strategies.nested.table import Table, least_memory
 from lowtide.strategies.sides import freed
-from lowtide.strategies.slots import default_num_slots
 
 
 def plan_nested(problem: Problem, costs: Costs, strategy: str, most_slots: int | None) -> Answer:
@@ -42,7 +41,7 @@ def _fastest(problem: Problem, costs: Costs, strategy: str, most_slots: int | No
     if problem.memory_budget < minimum:
         raise problem.infeasible(strategy, minimum)
     available = problem.memory_budget - outside
-    table = Table.of(costs, least, available, most_slots or default_num_slots(costs.num_stages))
+    table = Table.shared(problem.known, costs, least, available, most_slots)
     decisions, slower = table.decisions(available)
     # Costs count side values from above: whether one is idle may depend on more of the schedule than they know.
     is_bound = table.is_exact and not problem.chain.side_values

@@ -11,7 +11,7 @@ Reference: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 20
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from lowtide.strategies.nested.least import (
 from lowtide.strategies.nested.rows import Rows, empty_rows, slower_by_rows
 from lowtide.strategies.nested.stairs import Stairs, empty_stairs, slower_by_stairs, stairs_of
 from lowtide.strategies.numerics.kernels import kernel, kernel_part
-from lowtide.strategies.slots import Slots
+from lowtide.strategies.slots import Slots, default_num_slots
 
 __all__ = ["Least", "Table", "least_memory"]
 
@@ -42,6 +42,13 @@ class _Known(NamedTuple):
     least: Least
     rows: Rows
     unit_bytes: int
+
+
+def _content(values: Any) -> Any:
+    """What a record of arrays holds, to compare it with others."""
+    if isinstance(values, np.ndarray):
+        return values.shape, values.tobytes()
+    return tuple(map(_content, values)) if isinstance(values, tuple) else values
 
 
 @kernel_part
@@ -150,6 +157,36 @@ class Table:
             slots = Slots.for_budget(available_bytes, max(1, slots.num_slots // 2))
             rows = fill_rows(costs, least, slots)
         return cls(costs, least, slots, _Known(False, no_stairs, least, rows, slots.unit_bytes))
+
+    @classmethod
+    def shared(
+        cls, known: dict[Any, Any], costs: Costs, least: Least, available_bytes: int, most_slots: int | None = None
+    ) -> Table:
+        """As `of`, where exact times that others have asked for serve again.
+
+        Where they are known for less memory only, they are worked out for all of it: that costs little more, and
+        whoever asks next is served.
+
+        Args:
+            known: what was worked out, by its costs (see `Problem.known`).
+            costs: the chain.
+            least: its least memory.
+            available_bytes: what there is for the stages 1..n.
+            most_slots: as for `of`; None: the default for the number of stages.
+        """
+        n = costs.num_stages
+        slots, key = most_slots or default_num_slots(n), (cls, _content(costs))
+        if available_bytes >= int(least.ample_bytes[1, n]):
+            return cls.of(costs, least, available_bytes, slots)
+        before: tuple[int, Table] | None = known.get(key)
+        if before is not None and available_bytes <= before[0]:
+            return before[1]
+        limit = available_bytes if before is None else int(least.ample_bytes[1, n]) - 1
+        table = cls.of(costs, least, limit, slots)
+        if table.slots is not None:  # slots are cut for one budget
+            return table if limit == available_bytes else cls.of(costs, least, available_bytes, slots)
+        known[key] = (limit, table)
+        return table
 
     @property
     def is_exact(self) -> bool:
