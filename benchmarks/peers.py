@@ -50,7 +50,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.compile.compiled import Compilation
-from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting import compiling, ways
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -101,7 +101,7 @@ def fill(row: Row, timed: harness.Timed) -> None:
 def measured_once() -> Iterator[None]:
     """Let `fit` reuse its measurements of the first budget for all others: measuring takes most of its time."""
     measured = dict[tuple[Any, ...], tuple[Split, lowtide.Chain, Compilation | None]]()
-    plain = trials.measured_for
+    plain = ways.measured_for
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
         asked = settings.compilation
@@ -113,11 +113,11 @@ def measured_once() -> Iterator[None]:
         split, chain, compilation = measured[key]
         return split, (chain, None if compilation is None else compilation.of(model, split))
 
-    trials.measured_for = remembering
+    compiling.measured_for = ways.measured_for = remembering
     try:
         yield
     finally:
-        trials.measured_for = plain
+        compiling.measured_for = ways.measured_for = plain
 
 
 def measure_lowtide(

@@ -27,7 +27,7 @@ from lowtide.runtime.compile.compiled import Compilation, _compiled_function, _i
 from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.compile.regions import forget_regions, regions_of
 from lowtide.runtime.execute.checks import Checks
-from lowtide.runtime.fitting import fit, trials
+from lowtide.runtime.fitting import compiling, fit, trials
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import measure_split
 from lowtide.runtime.plan.attach import attach
@@ -353,7 +353,7 @@ def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None
             other.install()
             return _Planned(seconds), other
 
-        found = trials._faster(one, find)
+        found = compiling._faster(one, find)
         assert (found[1] is other) == is_other
         assert (regions_of(model) is None) == is_other
         found[1].remove()
@@ -361,14 +361,15 @@ def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None
     def refuse():
         raise lowtide.InfeasibleBudgetError("no", minimum_bytes=1)
 
-    assert trials._faster(one, refuse) == one
+    assert compiling._faster(one, refuse) == one
     compiled.remove()
 
 
 @pytest.fixture
 def _timed(monkeypatch):
     """Plan as on CUDA, where trial steps are timed."""
-    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
+    for module in (trials, compiling):
+        monkeypatch.setattr(module, "is_timed", lambda device: True)
 
 
 def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
@@ -428,7 +429,7 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> No
         assert len(backend.graphs) <= 1 + 6  # the whole, which was too large, and what the schedule joins
         model(text).backward()
         assert plan.stats().recomputed_per_step > 0
-    monkeypatch.setattr(trials._CompiledPlanning, "_joint", lambda *_: [])  # nothing that is joined fits
+    monkeypatch.setattr(compiling.CompiledPlanning, "_joint", lambda *_: [])  # nothing that is joined fits
     backend, model = Counting(), Growing()
     with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
         assert plan.chain.num_stages <= 16
@@ -445,7 +446,7 @@ def _host_bound(monkeypatch):
     """Steps take as long as those of ResNet-101 on an H200, where the host launches kernels more slowly than the device
     runs them: by the sum of their stages blocks look faster than regions, and are not.
     """
-    measured_for, tried = trials.measured_for, trials._tried
+    measured_for, tried = compiling.measured_for, trials._tried
 
     def measured(model, sample, settings, *others):
         split, (chain, compiled) = measured_for(model, sample, settings, *others)
@@ -457,8 +458,9 @@ def _host_bound(monkeypatch):
         seconds = OF_ALL if asked is None else OF_JOINED if asked.regions else OF_BLOCKS
         return dataclasses.replace(found, seconds=seconds)
 
-    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
-    monkeypatch.setattr(trials, "measured_for", measured)
+    for module in (trials, compiling):
+        monkeypatch.setattr(module, "is_timed", lambda device: True)
+    monkeypatch.setattr(compiling, "measured_for", measured)
     monkeypatch.setattr(trials, "_tried", timed)
 
 
@@ -520,10 +522,10 @@ class _Compiled:
         self.is_installed = False
 
 
-def planning_for(budget: int = 2**30, **others) -> trials._CompiledPlanning:
+def planning_for(budget: int = 2**30, **others) -> compiling.CompiledPlanning:
     compilation = Compilation({"backend": BACKEND, "dynamic": False}, (0.5,))
     settings = dataclasses.replace(SETTINGS, memory_budget=budget, compilation=compilation, **others)
-    return trials._CompiledPlanning(Language(), None, settings, None, tier=None, goes_on=False)
+    return compiling.CompiledPlanning(Language(), None, settings, None, tier=None, goes_on=False)
 
 
 TOO_LITTLE = lowtide.InfeasibleBudgetError("no", minimum_bytes=2**31)
@@ -548,7 +550,7 @@ JOINT = (None, None)
 )
 def test_the_way_with_the_fastest_trial_steps_is_taken(joined, blocks, tried, taken) -> None:
     seen, made, planning = [], [], planning_for()
-    ways = [trials._Way(joined[0], True, JOINT), trials._Way(blocks[0], False), trials._Way(math.inf, True)]
+    ways = [compiling._Way(joined[0], True, JOINT), compiling._Way(blocks[0], False), compiling._Way(math.inf, True)]
     planning._ways = lambda whole: sorted(ways, key=lambda way: way.seconds)
 
     def found(way, *, accepts):
@@ -569,7 +571,11 @@ def test_the_way_with_the_fastest_trial_steps_is_taken(joined, blocks, tried, ta
 
 def test_where_no_way_fits_the_least_that_is_named_is_of_those_that_are_always_tried() -> None:
     planning, least = planning_for(), {True: 2**32, False: 2**31}
-    planning._ways = lambda whole: [trials._Way(0.0, True, JOINT), trials._Way(0.1, True), trials._Way(math.inf, False)]
+    planning._ways = lambda whole: [
+        compiling._Way(0.0, True, JOINT),
+        compiling._Way(0.1, True),
+        compiling._Way(math.inf, False),
+    ]
 
     def found(way, *, accepts):
         raise lowtide.InfeasibleBudgetError("no", minimum_bytes=2**30 + 1 if way.joint else least[way.regions])
@@ -595,7 +601,7 @@ def test_ways_are_known_by_the_sum_of_their_stages(monkeypatch, regions: bool) -
         is_faster = settings.compilation.regions == regions
         return None, (four_stages(1.0 if is_faster else 2.0), _Compiled(settings.compilation.regions))
 
-    monkeypatch.setattr(trials, "measured_for", measured)
+    monkeypatch.setattr(compiling, "measured_for", measured)
     ways = planning_for(4000)._ways(None)
     assert [each.regions for each in asked] == [True, False]
     assert not any(each.budgets for each in asked)
@@ -608,9 +614,9 @@ def test_ways_are_known_by_the_sum_of_their_stages(monkeypatch, regions: bool) -
 def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monkeypatch) -> None:
     blocks = _Compiled(regions=False)
     monkeypatch.setattr(
-        trials, "measured_for", lambda *_: (None, (four_stages(0.1), blocks))
+        compiling, "measured_for", lambda *_: (None, (four_stages(0.1), blocks))
     )  # by their sum the fastest
-    monkeypatch.setattr(trials._CompiledPlanning, "_seconds_with_all_stored", lambda *_: 4.3)
+    monkeypatch.setattr(compiling.CompiledPlanning, "_seconds_with_all_stored", lambda *_: 4.3)
     stored = lowtide.solve(four_stages(0.5), memory_budget="1GiB", strategy="store-all", manage_weights=False)
     whole = _Planned(4.0)
     whole.split, whole.chain, whole.unknown_bytes = None, dataclasses.replace(stored.chain, base_bytes=1), 1
@@ -627,14 +633,14 @@ def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monk
 
 @pytest.mark.parametrize("asked", [{"strategy": "joint"}, {"strategy": "offload"}, {"step_in_backward": True}])
 def test_what_moves_is_not_joined(monkeypatch, asked) -> None:
-    monkeypatch.setattr(trials, "measured_for", lambda *_: (None, (four_stages(1.0), _Compiled())))
+    monkeypatch.setattr(compiling, "measured_for", lambda *_: (None, (four_stages(1.0), _Compiled())))
     ways = planning_for(**asked, bandwidth=10**10)._ways(None)
     assert [way.joint for way in ways] == [None, None]
 
 
 def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:
-    monkeypatch.setattr(trials, "measured_for", lambda *_: (None, (None, _Compiled(regions=False))))
-    assert planning_for()._ways(None) == [trials._Way(0.0, False)]
+    monkeypatch.setattr(compiling, "measured_for", lambda *_: (None, (None, _Compiled(regions=False))))
+    assert planning_for()._ways(None) == [compiling._Way(0.0, False)]
 
 
 @pytest.mark.usefixtures("_timed")
@@ -643,8 +649,8 @@ def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatc
     options = {**OPTIONS, **auto_with(UNPARTITIONED)}
     named = []
     for first in (True, False):
-        ways = [trials._Way(0.0, first), trials._Way(math.inf, not first)]
-        monkeypatch.setattr(trials._CompiledPlanning, "_ways", lambda *_, ways=ways: ways)
+        ways = [compiling._Way(0.0, first), compiling._Way(math.inf, not first)]
+        monkeypatch.setattr(compiling.CompiledPlanning, "_ways", lambda *_, ways=ways: ways)
         with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
             lowtide.fit(model, text, memory_budget=1, **options)
         named.append(caught.value.minimum_bytes)
@@ -654,9 +660,9 @@ def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatc
 
 def test_variants_that_are_compiled_are_as_many_as_equal_blocks_share() -> None:
     budgets = (0.8, 0.6, 0.4, 0.0)
-    found = [trials._few_of(budgets, most) for most in range(-1, 6)]
+    found = [compiling._few_of(budgets, most) for most in range(-1, 6)]
     assert found == [(), (), (0.8,), (0.8, 0.0), (0.8, 0.6, 0.0), budgets, budgets]
-    assert trials._few_of((), 3) == ()
+    assert compiling._few_of((), 3) == ()
 
 
 @pytest.mark.parametrize(("model", "alike"), [(Language(depth=12), 6), (Language(depth=3), 1)])
@@ -685,7 +691,7 @@ def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -
     stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000, freed_bytes=900) for k in range(4))
     chain = lowtide.Chain("net", stages, input_bytes=100)
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="store-all")
-    found = trials._within(solution, 2000)
+    found = compiling._within(solution, 2000)
     assert 0.9 * 2000 < found.peak_bytes <= 2000
     assert all(stage.freed_bytes < stage.saved_bytes for stage in found.chain.stages)
 
@@ -693,7 +699,7 @@ def test_stages_that_free_what_they_save_are_scaled_to_what_one_region_takes() -
 @pytest.mark.parametrize("peak_bytes", [2000, 3000, 6000])
 def test_stages_have_the_peak_of_one_region(peak_bytes: int) -> None:
     solution = lowtide.solve(four_stages(1.0), memory_budget="1GiB", strategy="store-all", manage_weights=False)
-    found = trials._priced(solution, peak_bytes)
+    found = compiling._priced(solution, peak_bytes)
     assert found.peak_bytes == peak_bytes
     assert (found.chain.base_bytes > 1000) == (peak_bytes > solution.peak_bytes)  # what is saved is scaled first
 

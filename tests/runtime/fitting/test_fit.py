@@ -18,7 +18,7 @@ from torch import nn
 import lowtide
 import lowtide.progress
 from lowtide.runtime.execute.execution import Clock
-from lowtide.runtime.fitting import rehearsal, trials
+from lowtide.runtime.fitting import rehearsal, trials, ways
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.steps import RealSteps
 from lowtide.runtime.transfer.file_tier import FileTier
@@ -389,7 +389,7 @@ def test_a_second_step_that_runs_out_of_memory_is_planned_for(monkeypatch):
     ],
 )
 def test_what_is_wrong_from_the_start_is_said_before_anything_is_measured(model, options, reason, monkeypatch):
-    monkeypatch.setattr(trials, "measured_for", None)
+    monkeypatch.setattr(ways, "measured_for", None)
     with pytest.raises(lowtide.LowtideError, match=reason):
         lowtide.fit(model, torch.zeros(SHAPE), memory_budget="1GiB", **options)
 

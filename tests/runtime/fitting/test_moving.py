@@ -22,7 +22,7 @@ from lowtide import Backward, Offload, Release, Update
 from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
-from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting import trials, ways
 from lowtide.runtime.fitting.moving import Moving, as_timed, is_faster, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure import timing, weights
@@ -375,7 +375,8 @@ def with_little_room(link: str, monkeypatch: pytest.MonkeyPatch) -> lowtide.Plan
     asked = {"strategy": "pofo", "bandwidth": link, "stages": ["*.up", "*.down"]}
     fitted(blocks, 2 * resident_bytes(blocks), 600, **asked)[0].detach()  # leaves some kilobytes behind
     own_bytes = int(1.004 * least_budget(blocks, 600, **asked))
-    monkeypatch.setattr(trials, "_is_timed", lambda device: True)
+    for module in (trials, ways):
+        monkeypatch.setattr(module, "is_timed", lambda device: True)
     return fitted(blocks, own_bytes, 600, **{**asked, "strategy": "auto"})[0]
 
 
@@ -395,7 +396,7 @@ def test_weights_stay_where_moving_them_is_slower(monkeypatch):
 def test_weights_stay_where_a_trial_shows_that_moving_them_is_not_faster(monkeypatch):
     """What was predicted to be faster is tried, and the host memory that it took is given back."""
     tried, tiers = [], []
-    plain = trials._accepted
+    plain = trials.accepted
 
     def slower(asked: Any, **settings: Any) -> Any:
         planned = plain(asked, **settings)
@@ -406,7 +407,7 @@ def test_weights_stay_where_a_trial_shows_that_moving_them_is_not_faster(monkeyp
         chain = planned.chain.with_times(lambda one: 10 * one, lambda one: 10 * one)
         return replace(planned, solution=planned.solution.on(chain))
 
-    monkeypatch.setattr(trials, "_accepted", slower)
+    monkeypatch.setattr(ways, "accepted", slower)
     with with_little_room("1GB/s", monkeypatch) as plan:
         assert len(tried) == 1
         assert not plan.schedule.manages

@@ -12,7 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.capture import watch as capture_watch
-from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting import ways
 
 WIDTH = 8
 
@@ -76,7 +76,7 @@ def test_a_loss_of_two_arguments(call):
 )
 def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call, options, reason, monkeypatch):
     monkeypatch.setattr(capture_watch, "_Watcher", None)
-    monkeypatch.setattr(trials, "measured_for", None if call is fit else trials.measured_for)
+    monkeypatch.setattr(ways, "measured_for", None if call is fit else ways.measured_for)
     with pytest.raises(lowtide.CaptureError, match=reason):
         call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
 

@@ -23,7 +23,8 @@ from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
 from lowtide.runtime.fitting.solving import Settings
-from lowtide.runtime.fitting.trials import Planned, RealStep, plan_for
+from lowtide.runtime.fitting.trials import Planned, RealStep
+from lowtide.runtime.fitting.ways import plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, trains, unwrapped
