@@ -522,8 +522,9 @@ def test_layers_that_read_attributes_of_the_layer_before_are_refused_with_the_re
     layers: list[ReadsPrevious] = []
     for _ in range(5):
         layers.append(ReadsPrevious(layers[-1] if layers else None))
-    with pytest.raises(CaptureError, match="uses a tensor that an earlier stage left in an object or an attribute"):
-        measure(nn.Sequential(*layers), torch.randn(4, 8))
+    for loss in (None, torch.mean):
+        with pytest.raises(CaptureError, match="uses a tensor that an earlier stage left in an object or an attribute"):
+            measure(nn.Sequential(*layers), torch.randn(4, 8), loss=loss)
 
 
 def test_the_steps_of_an_optimizer_are_timed() -> None:

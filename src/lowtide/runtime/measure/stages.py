@@ -270,15 +270,13 @@ class StagedModel:
     @property
     def advice(self) -> str:
         """What to do where a stage's backward reaches beyond the stage."""
-        if self._loss is not None:
-            return (
-                "where loss= reads tensors that the model left in attributes, return them from its forward, or leave "
-                "loss= out"
-            )
-        return (
+        cause = (
             "it uses a tensor that an earlier stage left in an object or an attribute: hand it on as an argument and a "
             "result, or name coarser stages (stages=...)"
         )
+        if self._loss is None:
+            return cause
+        return f"{cause}; where loss= reads such tensors of the model, return them from its forward, or leave loss= out"
 
     def num_saved(self, k: int) -> int:
         """How many tensors stage k saved when the model ran, as often as each was saved."""
