@@ -240,6 +240,7 @@ class StagedSteps:
         """As an update without the optimizer's step, which would change the weights."""
         if self._weights.has_gradients(k):
             self._weights.need_all(k)
+            self._weights.stand_in_for_step(k)
             spends = self._placement.steps_in_backward
             self._weights.end_update(k, are_gradients_changed=False, spends_gradients=spends)
 
@@ -251,6 +252,7 @@ class StagedSteps:
                 self.leave_out_update(operation.stage)
             else:
                 self._weights.execute(operation)  # type: ignore[arg-type]
+        self._weights.stand_in_for_step(0)
         self._weights.hand_over()
         self._on_end()
 

@@ -460,6 +460,7 @@ class Weights:
         self.moved_bytes = 0
         self._turn = 0
         self._stand_ins: dict[int, list[torch.Tensor]] = {}  # by the parameter's id
+        self._step_bytes: Mapping[int, int] = {}  # by stage; 0: of the parameters that stay
         self._values: dict[Value, Parked] = {}
         for k, own in parameters.items():
             self._values[("w", k)] = Parked(tier, partial(_keyed, own), self._adopted)
@@ -478,17 +479,26 @@ class Weights:
                 if is_there and is_whole(value) and value.nbytes >= self._tier.smallest_bytes:
                     yield (id(parameter), name), value
 
-    def stand_in(self, state_bytes: Mapping[int, int]) -> None:
+    def stand_in(self, state_bytes: Mapping[int, int], step_bytes: Mapping[int, int]) -> None:
         """Have memory move that is as large as state that the optimizer has not made yet, for a trial.
 
         Args:
             state_bytes: of each parameter, by its id.
+            step_bytes: what `stand_in_for_step` takes.
         """
         assert self.optimizer is not None
+        self._step_bytes = step_bytes
         for parameter in (parameter for own in self.parameters.values() for parameter in own):
             if parameter.requires_grad and not self.optimizer.state.get(parameter):
                 num_tensors = state_bytes.get(id(parameter), 0) // max(1, parameter.nbytes)
                 self._stand_ins[id(parameter)] = [self._at_home(parameter) for _ in range(num_tensors)]
+
+    def stand_in_for_step(self, k: int) -> None:
+        """Take what the optimizer's step of a stage takes for its own duration, where a trial leaves it out; 0: the
+        step of the parameters that stay.
+        """
+        device = next((parameter.device for own in self.parameters.values() for parameter in own), None)
+        torch.empty(self._step_bytes.get(k, 0), dtype=torch.uint8, device=device)
 
     def adopt(self, tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of a tensor in a place on the tier, to become optimizer state of a parameter.

@@ -82,6 +82,11 @@ class Moving:
         return replace(self, chain=chain)
 
     @property
+    def step_bytes_by_stage(self) -> dict[int, int]:
+        """What steps take, by stage; 0: that of the parameters that stay."""
+        return dict(enumerate((self.rest_bytes, *self.step_bytes)))
+
+    @property
     def movable(self) -> frozenset[int]:
         """The ids of all parameters that may move; their optimizer state moves by itself."""
         return frozenset(key for own in self.moved.values() for key in own)

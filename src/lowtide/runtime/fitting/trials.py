@@ -106,7 +106,7 @@ class Planned:
             homes=None if placed is None else placed.homes,
         )
         if is_trial and self.moving is not None and execution.weights is not None:
-            execution.weights.stand_in(self.moving.state_bytes)
+            execution.weights.stand_in(self.moving.state_bytes, self.moving.step_bytes_by_stage)
         return execution
 
 
@@ -349,9 +349,9 @@ class Trials:
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
         peak_bytes = measured.peak_bytes + self._unknown_bytes
         if self._moving is not None:
-            # A trial step moves what the optimizer's step moves, and leaves that step out, which would change the
-            # weights: that it takes less than predicted says nothing. A correction of the prediction is the difference
-            # between both, and is not counted twice.
+            # A trial step moves what the optimizer's step moves, takes the room of that step, and leaves it out, which
+            # would change the weights: that it takes less than predicted says little. A correction of the prediction is
+            # the difference between both, and is not counted twice.
             peak_bytes = max(peak_bytes, counted(solution.on(self._chain), self._moving).peak_bytes)
         seconds, graphed = measured.seconds, measured.graphed
         if graphed is not None:
