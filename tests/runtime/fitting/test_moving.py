@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,24 +210,17 @@ class Remembering(nn.Module):
         return x + self.features[2]
 
 
-def test_the_least_budget_has_room_for_what_a_model_keeps_until_after_the_optimizers_step():
-    model, x = Remembering(), torch.randn(32, 64)
-    optimizer = torch.optim.Adam(model.parameters())
-    asked = {"loss": square, "optimizer": optimizer, "strategy": "joint", "bandwidth": LINK}
-    with pytest.raises(InfeasibleBudgetError) as caught:
-        lowtide.fit(model, x, memory_budget=1, **asked)
-    gc.collect()
-    with lowtide.fit(model, x, memory_budget=caught.value.minimum_bytes + _NOTED_BYTES, **asked) as plan:
-        for _ in range(3):
-            square(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert plan.stats().measured_peak_bytes <= plan.memory_budget
-
-
-def test_the_least_budget_has_room_for_the_step_of_weights_that_stay():
-    """Those that two stages share, here most of all."""
-    model, x = Tied(num_words=4000), torch.randint(4000, (8,))
+@pytest.mark.parametrize(
+    ("make", "make_batch"),
+    [
+        pytest.param(Remembering, lambda: torch.randn(32, 64), id="what-the-model-keeps-until-after-the-step"),
+        pytest.param(
+            partial(Tied, num_words=4000), lambda: torch.randint(4000, (8,)), id="the-step-of-weights-that-stay"
+        ),
+    ],
+)
+def test_the_least_budget_has_room_for(make, make_batch):
+    model, x = make(), make_batch()
     optimizer = torch.optim.Adam(model.parameters())
     asked = {"loss": square, "optimizer": optimizer, "strategy": "joint", "bandwidth": LINK}
     with pytest.raises(InfeasibleBudgetError) as caught:
