@@ -33,9 +33,9 @@ _MOST_TIMES_OUT_OF_MEMORY = 3
 _MOST_TRIALS = 3
 _MOST_WITHOUT_SUCCESS = 8
 
-# Trials where each compiles the model, so that a second one may stay within the budget where the first did not; and what
-# the first one leaves, so that there is seldom a second: one of ResNet-101 on an H200 took 0.9 % more than predicted. The
-# second, within a hundredth less, was predicted to take 0.4 % longer, and compiling it took 51 s.
+# Trials where each compiles the model, so that a second one may stay within the budget where the first did not; and
+# what the first one leaves, so that there is seldom a second: one of ResNet-101 on an H200 took 0.9 % more than
+# predicted. The second, within a hundredth less, was predicted to take 0.4 % longer, and compiling it took 51 s.
 _MOST_COSTLY = 2
 _LEFT_WHERE_COSTLY = 0.01
 
