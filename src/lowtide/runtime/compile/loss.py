@@ -4,15 +4,15 @@ The scores of a network that predicts words, one for each of its vocabulary, are
 it computes of them between its submodules is part of no block. In eager mode `F.cross_entropy` makes one more tensor of
 their size, which it saves, and its backward two; compiled, it saves the scores, and its backward makes one.
 
-Models of transformers convert scores to 32 bits before. That is compiled with the loss: what is saved, and what backward
-makes, are the scores in 16 bits.
+Models of transformers convert scores to 32 bits before. That is compiled with the loss: scores are saved, and their
+gradient is made, in 16 bits.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _WORTH_BYTES = 64 * 2**20
 
 _SHORT = (torch.bfloat16, torch.float16)
+_CONVERSIONS = (torch.Tensor.float, torch.Tensor.to)
 
 Functions = Mapping[Callable[..., Any], Callable[..., Any]]
 """What is called between submodules instead of torch functions."""
@@ -84,7 +85,7 @@ class CompiledLoss:
 
     def install(self, model: nn.Module) -> None:
         """Use it in the forward of a model that runs in stages."""
-        conversions = {each: _named(partial(self.convert, each), each) for each in (torch.Tensor.float, torch.Tensor.to)}
+        conversions = {each: update_wrapper(partial(self.convert, each), each) for each in _CONVERSIONS}
         _FUNCTIONS[model] = {F.cross_entropy: self, **conversions}
 
     def remove(self, model: nn.Module) -> None:
@@ -96,8 +97,3 @@ class CompiledLoss:
 def functions_of(model: nn.Module) -> Functions:
     """What is called between the submodules of a model instead of torch functions."""
     return _FUNCTIONS.get(model, {})
-
-
-def _named(function: Any, like: Any) -> Any:
-    function.__name__ = like.__name__
-    return function
