@@ -19,7 +19,7 @@ from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
 from lowtide.runtime.measure.variants import Numbers
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
-from lowtide.runtime.meter import Meter, is_excluded
+from lowtide.runtime.meter import Meter, exclude, is_excluded
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.state.cells import Cells, Look, is_settings
@@ -172,7 +172,7 @@ def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, 
     found: Numbers = {}
 
     def add(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        found.update({(what, name): tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
+        found.update({(what, name): exclude(t.detach().to("cpu", copy=True)) for name, t in tensors.items()})
 
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if execution.is_busy:
