@@ -163,11 +163,13 @@ def rehearse(
     return Rehearsal(peak_bytes - set_aside_bytes, seconds, graphed)
 
 
-def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, seed: int | None = None) -> Numbers:
+def numbers_of_step(
+    model: nn.Module, step: TrainingStep, execution: Execution, *, draws_before: bool = False
+) -> Numbers:
     """What one step gives, in host memory; it leaves nothing behind.
 
-    These are results, gradients, buffers, and what becomes of torch's generators, which begin at a seed where there is
-    one.
+    These are results, gradients, buffers, and what becomes of torch's generators. With `draws_before` the device gives
+    other random numbers than without.
     """
     found: Numbers = {}
 
@@ -182,8 +184,8 @@ def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, 
         return result
 
     with preserved(model), torch.enable_grad():
-        if seed is not None:
-            torch.manual_seed(seed)
+        if draws_before:
+            torch.rand((), device=execution.machine.device)
         generators = execution.machine.generators
         random = generators.state()
         _set_gradients(model, resident=False)
