@@ -431,8 +431,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _loss(*args: Any, **kwargs: Any) -> Any:
-    return F.cross_entropy(*args, **kwargs)
+def _loss(scores: torch.Tensor, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Any:
+    return F.cross_entropy(scores.to(dtype), *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=_MOST_FUNCTIONS)

@@ -121,8 +121,6 @@ class CompiledPlanning:
         if whole is not None:
             whole[1].remove()
             let_go(device_of(self._model))
-        if not decides:
-            return self._planned_with(regions=True)
         return self._the_faster_that_fits(None if whole is None else whole[0])
 
     def _bound(self, num_compiled: int) -> None:
@@ -204,8 +202,10 @@ class CompiledPlanning:
         """
         refused: list[tuple[int, str]] = []
         best: tuple[Planned, CompiledModel] | None = None
-        for way in (ways := self._ways(whole)):
-            find = partial(self._found, way, accepts=self._goes_on and way is ways[-1])
+        ways = self._ways(whole)
+        last = [way for way in ways if way.joint is None][-1]
+        for way in ways:
+            find = partial(self._found, way, accepts=self._goes_on and way is last)
             if best is not None:
                 best = _faster(best, find) if way.seconds < best[0].solution.seconds else best
                 continue
@@ -233,9 +233,12 @@ class CompiledPlanning:
         regions. Where the whole model was tried as one, joined regions take as long as that, and what is computed
         again, and blocks what they take in such a step. Where it was not, all that is known is the sum of the stages,
         and of single stages those that take less as regions or as blocks are one way. The others are for where nothing
-        else fits; and where all stages differ, single ones are.
+        else fits; and where all stages differ, single ones are. Where only regions were asked for, there are no blocks.
         """
         joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
+        if self._settings.regions is True:  # single regions fuse less than the whole model
+            single = _Way(0.0 if whole is None else whole.solution.seconds, regions=True)
+            return sorted([single, *joint], key=lambda way: way.seconds)
         if not self._repeats:
             return [*joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
         first, seconds = False, 0.0
