@@ -197,6 +197,11 @@ class Generators:
         """Whether any of them was used since a state."""
         return self.state() != before
 
+    def drawn_beside_torch_since(self, before: State) -> bool:
+        """Whether any was used since a state that is not torch's."""
+        start = len(self._torch)
+        return not all(map(_is_same, self.state().values[start:], before.values[start:]))
+
     def drawn_on_host_since(self, before: State) -> bool:
         """Whether any was used since a state but the device's own, whose numbers kernels make."""
         now = self.state().values
