@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from benchmarks import coverage_shapes
-from tests.runtime.awkward import attributes, buffers, containers, paths, structure
+from tests.runtime.awkward import attributes, buffers, containers, paths, shared, structure
 from tests.runtime.training import Numbers, batches, train
 from torch import Tensor, nn
 
@@ -234,4 +234,14 @@ STRUCTURE = [
     Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15),
 ]
 
-ROWS = [*BUFFERS, *ATTRIBUTES, *CONTAINERS, *PATHS, *STRUCTURE]
+SHARED = [
+    *(
+        Awkward(f"blocks share a place: {kind}", partial(shared.sharing, kind), (8, 8), num_stages=10, fitted=fitted)
+        for kind, fitted in {"object": 256, "dataclass": 0, "closure": 256}.items()
+    ),
+    Awkward("layers share an object", partial(shared.tapped, is_view=False), (8, 8), num_stages=6),
+    Awkward("layers share an object with views", partial(shared.tapped, is_view=True), (8, 8), num_stages=6),
+    Awkward("condition set in layers", shared.Conditions, (8, 8), num_stages=6, fitted=256),
+]
+
+ROWS = [*BUFFERS, *ATTRIBUTES, *CONTAINERS, *PATHS, *STRUCTURE, *SHARED]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -127,13 +128,17 @@ def test_a_tensor_in_an_attribute_that_the_code_around_reads_is_a_side_value() -
 class Behind(nn.Module):
     """A block that reads what another has left in an attribute, by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
         self.writer, self.blocks = awkward.Writer(), nn.ModuleList(awkward.Residual() for _ in range(2))
-        self.reader = nn.Sequential(nn.Linear(awkward.WIDTH, awkward.WIDTH), nn.Tanh())
+        self.reader = nn.Sequential(nn.Linear(awkward.WIDTH, awkward.WIDTH), nn.Tanh(), awkward.FailsAtTheEnd())
         self.reader.forward = self.read  # type: ignore[method-assign]
+        self.fails = fails
 
     def read(self, x: Tensor) -> Tensor:
+        if self.fails:
+            with contextlib.suppress(ValueError):
+                self.reader[2](x)
         return self.reader[1](self.reader[0](x)) * self.writer.gate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,10 +148,16 @@ class Behind(nn.Module):
         return self.reader(x)
 
 
-def test_a_tensor_in_an_attribute_that_another_block_reads_forbids_cuts_while_it_lives() -> None:
+def test_a_block_that_reads_what_another_left_is_opened() -> None:
     split = capture(nn.Sequential(nn.Linear(8, awkward.WIDTH), Behind(), awkward.Residual()), torch.randn(4, 8))
     stage_of = split.stage_of()
-    assert stage_of[Unit("1.blocks.0")] == stage_of[Unit("1.blocks.1")] == stage_of[Unit("1.reader")]
+    assert Unit("1.reader") not in stage_of
+    assert stage_of[Unit("1.blocks.0.mlp1.up")] < stage_of[Unit("1.blocks.1.mlp1.up")] < stage_of[Unit("1.reader.0")]
+
+
+def test_what_is_read_in_a_block_that_cannot_be_opened_forbids_cuts_while_it_lives() -> None:
+    model = nn.Sequential(nn.Linear(8, awkward.WIDTH), Behind(fails=True), awkward.Residual())
+    assert Unit("1") in capture(model, torch.randn(4, 8)).units
 
 
 class Routed(nn.Module):

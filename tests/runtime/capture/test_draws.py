@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from tests.runtime.training import seed_all
 from torch import nn
-from torch.nn import functional as F
 
 from lowtide.runtime.capture.watch import draw_the_fullest
 from lowtide.runtime.model.sample import Sample

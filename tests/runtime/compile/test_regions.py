@@ -643,6 +643,18 @@ def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monk
     assert [way.joint for way in planning_for(1)._ways(whole)] == [None, None]
 
 
+def test_regions_alone_are_joined_or_single() -> None:
+    stored = lowtide.solve(four_stages(0.5), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    whole = _Planned(4.0)
+    whole.split, whole.chain, whole.unknown_bytes = None, stored.chain, 0
+    ways = planning_for(stored.peak_bytes - 1, regions=True)._ways(whole)
+    assert [(way.seconds, way.regions, way.joint is None) for way in ways] == [
+        (4.0, True, True),  # with variants, as fast as the whole model at the best
+        (pytest.approx(4.5), True, False),
+    ]
+    assert planning_for(regions=True)._ways(None) == [compiling._Way(0.0, True)]
+
+
 @pytest.mark.parametrize("asked", [{"strategy": "joint"}, {"strategy": "offload"}, {"step_in_backward": True}])
 def test_what_moves_is_not_joined(monkeypatch, asked) -> None:
     monkeypatch.setattr(compiling, "measured_for", lambda *_: (None, (four_stages(1.0), _Compiled())))

@@ -22,8 +22,9 @@ import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.compile.compiled import Compilation, CompiledStages, _compiled_function
+from lowtide.runtime.compile.compiled import Compilation, CompiledStages, _compiled_function, copies_images
 from lowtide.runtime.compile.regions import forget_regions
+from lowtide.runtime.fitting import compiling
 from lowtide.runtime.fitting.fit import _compilation
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.measure import _not_dominated, measure_split
@@ -610,17 +611,19 @@ def test_blocks_copy_images_that_are_laid_out_otherwise(
 ) -> None:
     model = nn.Sequential(Convolution(kernel), Convolution(kernel)).to(memory_format=weights_are)
     images = torch.zeros(2, 3, 8, 8).to(memory_format=images_are)
-    compiled = CompiledStages(model, capture(model, images, blocks=True), {"backend": backend})
+    split = capture(model, images, blocks=True)
+    assert copies_images(model, split, {"backend": backend}, [images]) == expected
+    assert not copies_images(model, split, {"backend": backend}, [torch.zeros(2, 3)])  # there is nothing to convert
+    compiled = CompiledStages(model, split, {"backend": backend})
     try:
-        assert compiled.copies_images([images]) == expected
         # what the compiled blocks are handed is laid out as it says
         assert model._modules["0"]._call_impl(images).is_contiguous() == (expected or backend == BACKEND)
     finally:
         compiled.remove()
 
 
-def test_fit_says_how_to_lay_out_images(monkeypatch) -> None:
-    monkeypatch.setattr(CompiledStages, "copies_images", lambda *_: True)  # as inductor, which takes long
+def test_fit_says_how_to_lay_out_images_where_no_trial_can_show_it(monkeypatch) -> None:
+    monkeypatch.setattr(compiling, "copies_images", lambda *_: True)  # as inductor, which takes long
     model = nn.Sequential(Convolution(3), Convolution(3))
     options = {**RECOMPUTE, "compile_stages": {"backend": BACKEND}, "variants": False}
     with pytest.warns(lowtide.LowtideWarning, match=r"model\.to\(memory_format=torch\.channels_last\)"):

@@ -96,6 +96,13 @@ def test_where_trials_are_costly_the_first_schedule_that_fits_is_taken(off, num_
     assert len(attempts) == 2
 
 
+def test_where_trials_are_costly_a_small_excess_needs_no_second_one():
+    answer, attempts = driven(Asked(BUDGET, is_costly=True), device(500, off=9))
+    assert isinstance(answer, Accept)
+    assert answer.peak_bytes <= BUDGET
+    assert len(attempts) == 1
+
+
 def test_the_leanest_schedule_is_tried_where_the_prediction_says_no():
     answer, attempts = driven(Asked(BUDGET), device(1050, off=-100))
     assert attempts[1] == Attempt(1050, is_leanest=True)

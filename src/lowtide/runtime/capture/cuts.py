@@ -5,7 +5,8 @@ becomes glue. What crosses a cut is the memory that was made before it and is re
 
 - nothing that crosses is written in place afterwards, and
 - whatever crosses was returned by the call that made it, or left in an attribute, or handed out by code that can be
-  opened (collected by a hook, put into a caller's list); and only code around reads it, or calls that are given it.
+  opened (collected by a hook, put into a caller's list or into an object that others have too); and it is read by code
+  that is opened, or by calls that are given it.
 
 Of the possible cuts those are taken between which exactly one activation passes: no two neighbouring cuts are crossed
 by the same memory, except by *side values*. Small tensors without gradients (masks, tables) are side values as a matter
@@ -135,19 +136,12 @@ def nearest_cuts(observation: Observation, boundaries: Sequence[tuple[int, int, 
 def _boundaries(observation: Observation, closed: frozenset[str]) -> list[tuple[int, int, bool]]:
     found = []
     for call in observation.calls:
-        around = [observation.calls[index] for index in _around(observation, call.parent)]
+        around = [observation.calls[index] for index in observation.around(call.parent)]
         if not around or any(other.opaque or other.path in closed for other in around):
             continue
         found.append((call.entered, call.index, True))
         found.append((call.left + 1, call.index, False))
     return sorted(found, key=lambda boundary: boundary[0])
-
-
-def _around(observation: Observation, index: int) -> Iterable[int]:
-    """The call and all calls around it, from the inside out."""
-    while index != NEVER:
-        yield index
-        index = observation.calls[index].parent
 
 
 def _with_crossings(observation: Observation, boundaries: list[tuple[int, int, bool]]) -> list[Cut]:
@@ -185,21 +179,33 @@ def reason_against(observation: Observation, cut: Cut) -> str | None:
         ended = _ended_before(observation, memory.maker, cut.position)
         if ended and _opened_to_show(observation, serial, ended) is None:
             return f"a tensor made in {maker} is used after it but not returned by {observation.path(ended[-1])}"
+    closed = next((index for index in opened_by(observation, cut) if observation.calls[index].opaque), None)
+    if closed is not None:
+        return f"{observation.path(closed)} reads a tensor that was made elsewhere and is none of its arguments"
     return None
 
 
 def opened_by(observation: Observation, cut: Cut) -> set[int]:
-    """The calls that end before a cut and are opened for it, so that what crosses can be seen."""
+    """The calls that are opened for a cut besides those around it, so that it can be seen what crosses where it is
+    made, and what is made by code that is opened, or crosses, where it is read by calls that are not given it.
+    """
     opened: set[int] = set()
     for serial in cut.crossing:
         ended = _ended_before(observation, observation.memories[serial].maker, cut.position)
         opened.update((_opened_to_show(observation, serial, ended) or ()) if ended else ())
-    return opened
+    glue = {*opened, *observation.around(observation.calls[cut.call].parent)}
+    while True:
+        shown = [memory for memory in observation.hidden if memory.maker in glue or memory.serial in cut.crossing]
+        inside = {index for memory in shown for index in memory.hidden_in if observation.calls[index].parent in glue}
+        if inside <= glue:
+            return opened
+        opened |= inside
+        glue |= inside
 
 
 def _ended_before(observation: Observation, maker: int, position: int) -> list[int]:
     """The call that made some memory and those around it, from the inside out, that end before a position."""
-    around = _around(observation, maker)
+    around = observation.around(maker)
     return [index for index in around if NEVER < observation.calls[index].left < position]
 
 
@@ -209,15 +215,14 @@ def _opened_to_show(observation: Observation, serial: int, ended: Sequence[int])
 
     The outermost of all shows what it returns, or what it has left in an attribute of its module or of one inside. Else
     it is opened, where that can be, and what a call inside returns is seen where it is returned (a hook that collects
-    outputs); or all are, and what the code of the innermost makes between the calls inside it is seen where it is made
-    (a loss that it hands to a closure). All who read the memory afterwards must have it from there: code around the
-    call, or calls that are given it as an argument.
+    outputs); or all are, and what the code of the innermost makes is seen where it is made (a loss that it hands to a
+    closure, a value in an object that others have too).
     """
     calls = observation.calls
     if serial in calls[ended[-1]].outputs:
         return ()
-    if not _is_read_openly(observation, serial, ended[-1]):
-        return None
+    if NEVER in observation.memories[serial].readers and serial not in calls[0].outputs:
+        return None  # the caller's loss has it from the model itself
     if any(serial in calls[index].left_behind for index in ended):
         return ()
     for place in range(len(ended) - 1, -1, -1):
@@ -225,22 +230,7 @@ def _opened_to_show(observation: Observation, serial: int, ended: Sequence[int])
             return None
         if place and serial in calls[ended[place - 1]].outputs:
             return ended[place:]
-    inside = ended[0] + 1  # the first call in it, if there is one: calls are listed as they begin
-    return ended if inside < len(calls) and calls[inside].parent == ended[0] else None
-
-
-def _is_read_openly(observation: Observation, serial: int, outermost: int) -> bool:
-    """Whether memory is read, after a call has ended, only by code around that call or by calls that are given it."""
-    memory, calls = observation.memories[serial], observation.calls
-    around = set(_around(observation, calls[outermost].parent))
-    for reader in memory.readers:
-        enclosing = list(_around(observation, reader))
-        if outermost in enclosing or reader in around:
-            continue
-        entered = next((index for index in enclosing if calls[index].parent in around), NEVER)
-        if serial not in (calls[0].outputs if entered == NEVER else calls[entered].inputs):
-            return False
-    return True
+    return ended
 
 
 def choose(observation: Observation, cuts: list[Cut]) -> Cuts:

@@ -39,8 +39,12 @@ def settle(observation: Observation, cuts: Cuts) -> tuple[Cuts, list[SubmoduleCa
         units = units_between(observation, chosen)
         trailing: list[bool] = []
         for index, cut in enumerate(chosen):
-            before = next(unit for unit in reversed(units) if unit.left < cut.position)
-            after = next(unit for unit in units if unit.entered >= cut.position)
+            before = next((unit for unit in reversed(units) if unit.left < cut.position), None)
+            after = next((unit for unit in units if unit.entered >= cut.position), None)
+            start = chosen[index - 1].position if index else NEVER
+            if before is None or after is None or before.entered < start:
+                del chosen[index]  # a stage of glue alone
+                break
             place = bisect.bisect_left(ticks, cut.position)
             if bisect.bisect_left(ticks, before.left) == place:
                 trailing.append(False)

@@ -81,6 +81,9 @@ class Memory:
     first_read: int = NEVER
     readers: set[int] = field(default_factory=set)
     """The innermost calls in which it was read."""
+    hidden_in: set[int] = field(default_factory=set)
+    """The calls in which it was read although they were not given it, but have it from an object, a closure or an
+    attribute."""
 
 
 @dataclass(slots=True)
@@ -104,10 +107,29 @@ class Observation:
     """A parametrisation that was computed inside `parametrize.cached()`."""
     shows_values: bool = False
     """Whether Python was given a number, or a size, that depends on what tensors hold."""
+    hidden: list[Memory] = field(default_factory=list)
+    """What was read in calls that were not given it."""
 
     def path(self, index: int) -> str:
         """The path of a call, for people."""
         return (self.calls[index].path or "the model itself") if index >= 0 else "the loss"
+
+    def around(self, index: int) -> Iterator[int]:
+        """A call and all calls around it, from the inside out."""
+        while index != NEVER:
+            yield index
+            index = self.calls[index].parent
+
+    def find_hidden(self) -> None:
+        """Find out, at the end, what was read in calls that were not given it."""
+        for memory in (memory for memory in self.memories if memory.role == "made"):
+            beside = set(self.around(memory.maker))
+            for reader in memory.readers - beside:
+                for index in reversed([index for index in self.around(reader) if index not in beside]):
+                    if memory.serial in self.calls[index].inputs:
+                        break
+                    memory.hidden_in.add(index)
+        self.hidden = [memory for memory in self.memories if memory.hidden_in]
 
 
 def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = None) -> Observation:
@@ -338,6 +360,7 @@ class _Watcher(TorchDispatchMode):
             self._look_for_checkpoint(tensor)
             for memory in self._see(tensor, "foreign"):
                 call.outputs.add(memory.serial)
+                memory.readers.add(call.index)  # it may be none of its own
                 memory.differentiable |= tensor.requires_grad
         for tensor in tensors_in({name: value for name, value in vars(module).items() if name not in _MODULE_TABLES}):
             known = (self._serial_of.get(storage._cdata) for storage in _storages(tensor))
@@ -381,6 +404,7 @@ class _Watcher(TorchDispatchMode):
         shown = list(tensors_in(output))
         self.observation.trains = any(tensor.requires_grad for tensor in shown)
         self.observation.opaque = "" if shown else type(output).__name__
+        self.observation.find_hidden()
 
     def _read(self, values: Any, *, nested: bool = False) -> set[int]:
         serials = set()

@@ -25,6 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from lowtide.errors import PlanError, shown
+from lowtide.runtime.compile.layouts import ChannelsLast, has_channels_last, is_image
 from lowtide.runtime.compile.loss import CompiledLoss
 from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
 from lowtide.runtime.compile.regions import RECOMPILE_LIMIT, RegionLayer, regions_of
@@ -115,9 +116,6 @@ class CompiledModel(Protocol):
     def num_variants(self, k: int) -> int:
         """How many ways stage k can run."""
 
-    def copies_images(self, sample: Iterable[torch.Tensor]) -> bool:
-        """Whether inductor copies what the convolutions of each stage read into another layout, and back."""
-
     def install(self) -> None:
         """Run it compiled."""
 
@@ -157,10 +155,6 @@ class CompiledRegions:
         """How many ways stage k can run."""
         return self._layer.num_variants[k - 1]
 
-    def copies_images(self, sample: Iterable[torch.Tensor]) -> bool:
-        """Never: regions hand on images as they compute with them."""
-        return False
-
     def install(self) -> None:
         """Run the model in regions."""
         self._layer.push()
@@ -186,6 +180,7 @@ class CompiledStages:
         options: for `torch.compile`.
         budgets: of the variants beside variant 0.
         loss: whether the loss is compiled, too; None: where it is large.
+        channels_last: whether images enter the model so; None: they do not, and it has not been tried.
     """
 
     def __init__(
@@ -196,14 +191,16 @@ class CompiledStages:
         budgets: Sequence[float] = (),
         *,
         loss: bool | None = None,
+        channels_last: bool | None = None,
     ) -> None:
         options = _for_equal_numbers(model, options) if budgets else dict(options)
-        self.compilation = Compilation(options, tuple(budgets), loss)
+        self.compilation = Compilation(options, tuple(budgets), loss, channels_last=channels_last)
         """How it is done; does not depend on what surrounds it any more."""
         compilers = [_Compiler(options), *(_Compiler(options, budget) for budget in budgets)]
         self.choice = VariantChoice(("", *map(variant_name, budgets)))
         self._model = model
         self._loss = CompiledLoss(_compiled_function("loss", compilers[0], _loss), always=loss is True)
+        self._entrance = [ChannelsLast(model)] if channels_last else []
         self._layers: list[CompiledLayer] = []
         self._num_variants: dict[int, int] = {}
         compiled: dict[int, CompiledLayer] = {}
@@ -225,19 +222,9 @@ class CompiledStages:
         """How many ways stage k can run; 1 where nothing of it is compiled."""
         return self._num_variants.get(k, 1)
 
-    def copies_images(self, sample: Iterable[torch.Tensor]) -> bool:
-        """Whether inductor copies what the convolutions of each unit read into another layout, and back.
-
-        It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation:
-        with channels last where the sample or a weight was.
-        """
-        weights = [m.weight for each in self._layers for m in each.module.modules() if isinstance(m, nn.Conv2d)]
-        is_inductor = self.compilation.options.get("backend", "inductor") == "inductor"
-        return is_inductor and bool(weights) and not any(map(_has_channels_last, (*weights, *sample)))
-
     def install(self) -> None:
         """Run the units compiled."""
-        for layer in self._layers:
+        for layer in (*self._layers, *self._entrance):
             layer.push()
         if self.compilation.loss is not False:
             self._loss.install(self._model)
@@ -254,7 +241,7 @@ class CompiledStages:
 
     def remove(self) -> None:
         """Run them as before."""
-        for layer in self._layers:
+        for layer in (*self._layers, *self._entrance):
             layer.remove()
         self._loss.remove(self._model)
         torch.clear_autocast_cache()
@@ -269,19 +256,22 @@ class Compilation:
         budgets: of the variants beside variant 0.
         loss: whether the loss is compiled, too; None: where it is large.
         regions: whether all that the model does is compiled, in regions; else the units are, one by one.
+        channels_last: whether images enter units so; None: they do not, and it has not been tried.
     """
 
     options: Mapping[str, Any]
     budgets: tuple[float, ...] = ()
     loss: bool | None = None
     regions: bool = False
+    channels_last: bool | None = None
 
     def of(self, model: nn.Module, split: Split) -> CompiledModel:
         """The stages of a model, compiled and in place."""
         with in_training(model):  # a plan may be read from a file before the model is put into that mode
             if not self.regions:
-                return CompiledStages(model, split, self.options, self.budgets, loss=self.loss)
-            return CompiledRegions(model, split, replace(self, options=self.options_for(model)))
+                layout = self.channels_last
+                return CompiledStages(model, split, self.options, self.budgets, loss=self.loss, channels_last=layout)
+            return CompiledRegions(model, split, replace(self, options=self.options_for(model), channels_last=None))
 
     def options_for(self, model: nn.Module) -> dict[str, Any]:
         """The options with which a model is compiled: where there are variants, those that make them equal."""
@@ -305,6 +295,7 @@ class Compilation:
             "budgets": list(self.budgets),
             "loss": self.loss,
             "regions": self.regions,
+            "channels_last": self.channels_last,
             "torch": torch.__version__,
         }
 
@@ -319,7 +310,8 @@ class Compilation:
             options, budgets = dict(values["options"]), tuple(float(budget) for budget in values["budgets"])
             version = values["torch"]
             loss, regions = values.get("loss", False), values.get("regions", False)  # older files do not have them
-            if loss not in (True, False, None) or not isinstance(regions, bool):
+            layout = values.get("channels_last")
+            if any(each not in (True, False, None) for each in (loss, layout)) or not isinstance(regions, bool):
                 raise TypeError
         except (KeyError, TypeError, ValueError):
             raise PlanError(f"compilation is {shown(values)}, which is invalid; was the file edited?") from None
@@ -328,7 +320,7 @@ class Compilation:
                 f"the variants in this plan were checked with torch {shown(version)}, but this is "
                 f"{torch.__version__}; call fit again"
             )
-        return cls(options, budgets, loss, regions)
+        return cls(options, budgets, loss, regions, layout)
 
 
 def can_have_regions(options: Mapping[str, Any]) -> bool:
@@ -346,6 +338,18 @@ def num_alike(model: nn.Module, split: Split) -> int:
     if not kinds:
         return split.num_stages // max(1, split.num_kinds)
     return len(kinds) // len(set(kinds))
+
+
+def copies_images(model: nn.Module, split: Split, options: Mapping[str, Any], sample: Sequence[torch.Tensor]) -> bool:
+    """Whether inductor copies what the convolutions of each unit read into another layout, and back.
+
+    It computes convolutions with channels last. What a unit reads and returns is laid out as without compilation: with
+    channels last where the sample or a weight was.
+    """
+    parts = (part for _, _, _, unit in _units_to_compile(model, split) for part in unit.modules())
+    weights = [part.weight for part in parts if isinstance(part, nn.Conv2d)]
+    is_usual = any(map(is_image, sample)) and not any(map(has_channels_last, (*weights, *sample)))
+    return options.get("backend", "inductor") == "inductor" and bool(weights) and is_usual
 
 
 def choice_of(model: nn.Module, split: Split) -> VariantChoice | None:
@@ -388,10 +392,6 @@ def _is_compiled_by_user(module: nn.Module) -> bool:
     return is_compiled(module) and not layers_of(module, CompiledLayer)
 
 
-def _has_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
 def _most_frequent(kinds: Iterable[str]) -> set[str]:
     return {kind for kind, _ in Counter(kinds).most_common(_MOST_KINDS)}
 
@@ -431,8 +431,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def _loss(*args: Any, **kwargs: Any) -> Any:
-    return F.cross_entropy(*args, **kwargs)
+def _loss(scores: torch.Tensor, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Any:
+    return F.cross_entropy(scores.to(dtype), *args, **kwargs)
 
 
 @functools.lru_cache(maxsize=_MOST_FUNCTIONS)

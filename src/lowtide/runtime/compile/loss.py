@@ -3,21 +3,29 @@
 The scores of a network that predicts words, one for each of its vocabulary, are its largest tensors, and the loss that
 it computes of them between its submodules is part of no block. In eager mode `F.cross_entropy` makes one more tensor of
 their size, which it saves, and its backward two; compiled, it saves the scores, and its backward makes one.
+
+Models of transformers convert scores to 32 bits before. That is compiled with the loss: scores are saved, and their
+gradient is made, in 16 bits.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Scores from this size on are worth the seconds that compiling takes: 16 384 words of text and 2 048 words to choose
 # from, in 16 bits. An image classifier has less than a hundredth of that.
 _WORTH_BYTES = 64 * 2**20
+
+_SHORT = (torch.bfloat16, torch.float16)
+_CONVERSIONS = (torch.Tensor.float, torch.Tensor.to)
 
 Functions = Mapping[Callable[..., Any], Callable[..., Any]]
 """What is called between submodules instead of torch functions."""
@@ -29,7 +37,8 @@ class CompiledLoss:
     """Replaces `F.cross_entropy`.
 
     Args:
-        compiled: the same function compiled, or to be compiled when it is first called.
+        compiled: the same function compiled, or to be compiled when it is first called; after the scores it is handed
+            the type to which they are converted first.
         always: whether it is also used for small logits.
     """
 
@@ -43,6 +52,7 @@ class CompiledLoss:
         """
         self.is_used = False
         """Whether it was called, with scores that are worth it."""
+        self._converted = WeakIdKeyDictionary()  # what scores were before, and their versions then
 
     def __call__(self, scores: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """The loss; arguments as `F.cross_entropy` hands its own to a mode: the scores first, by position."""
@@ -50,19 +60,37 @@ class CompiledLoss:
             return F.cross_entropy(scores, *args, **kwargs)
         self.is_used = True
         try:
-            return self._compiled(scores, *args, **kwargs)
+            return self._compiled(self._before(scores), scores.dtype, *args, **kwargs)
         except Exception:
             with torch.no_grad():
                 F.cross_entropy(scores, *args, **kwargs)  # of wrong arguments a compiler gives another kind of error
             raise
 
+    def convert(self, function: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """`Tensor.float` or `Tensor.to`, and remember what was converted as long as the result lives."""
+        result = function(tensor, *args, **kwargs)
+        if result is not tensor and result.dtype is torch.float32 and tensor.dtype in _SHORT:
+            self._converted[result] = tensor, tensor._version, result._version
+        return result
+
+    def _before(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores before they were converted, where they are all of them, and unchanged."""
+        whole = scores if scores._base is None else scores._base
+        tensor, *versions = self._converted.get(whole, (None,))
+        if tensor is None or versions != [tensor._version, whole._version] or tensor.device != scores.device:
+            return scores
+        are_all = scores.shape.numel() == whole.shape.numel() and scores.storage_offset() == whole.storage_offset()
+        is_even = all(each.is_contiguous() for each in (tensor, whole, scores))
+        return tensor.view(scores.shape) if are_all and is_even else scores
+
     def install(self, model: nn.Module) -> None:
         """Use it in the forward of a model that runs in stages."""
-        _FUNCTIONS[model] = {F.cross_entropy: self}
+        conversions = {each: update_wrapper(partial(self.convert, each), each) for each in _CONVERSIONS}
+        _FUNCTIONS[model] = {F.cross_entropy: self, **conversions}
 
     def remove(self, model: nn.Module) -> None:
         """Use `F.cross_entropy` itself again."""
-        if self in functions_of(model).values():
+        if functions_of(model).get(F.cross_entropy) is self:
             del _FUNCTIONS[model]
 
 

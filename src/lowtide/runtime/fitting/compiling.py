@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError, LowtideWarning
-from lowtide.runtime.compile.compiled import Compilation, CompiledModel, num_alike
-from lowtide.runtime.compile.regions import not_one_graph
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.runtime.compile.compiled import Compilation, CompiledModel, copies_images, num_alike
+from lowtide.runtime.fitting.layouts import enters_with_channels_last
 from lowtide.runtime.fitting.planning import Accept, Attempt, Trial
 from lowtide.runtime.fitting.rehearsal import let_go
 from lowtide.runtime.fitting.solving import Settings, solution_for
@@ -23,6 +22,7 @@ from lowtide.runtime.fitting.trials import (
     RealStep,
     Trials,
     corrected,
+    impossible,
     is_timed,
     least_refusal,
     measured_for,
@@ -35,12 +35,6 @@ from lowtide.runtime.plan.attach import device_of
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
-
-# Blocks of ResNet-101 in fp32, 500 px, compiled one by one on an H200: 59 ms on the device as it is, and 39 ms so.
-_LAYOUT_ADVICE = (
-    "each compiled block copies its images into another layout and back; convert once: "
-    "model.to(memory_format=torch.channels_last), and the images too"
-)
 
 # The strategies that store everything where there is room.
 _MAY_STORE_ALL = (AUTO, "rotor", "pofo")
@@ -98,6 +92,7 @@ class CompiledPlanning:
         self._after, self._tier, self._goes_on = after, tier, goes_on
         self._budgets = settings.compilation.budgets
         self._repeats = True
+        self._layout_note = ""
 
     def plan(self) -> tuple[Planned, CompiledModel]:
         """The plan.
@@ -105,36 +100,66 @@ class CompiledPlanning:
         Raises:
             InfeasibleBudgetError: with the least of the budgets that work in one of the ways.
         """
+        found = self._planned()
+        note = self._layout_note
+        if not note or found[1].compilation.regions:
+            return found
+        return replace(found[0], notes=(note, *found[0].notes)), found[1]
+
+    def _planned(self) -> tuple[Planned, CompiledModel]:
         settings = self._settings
         decides = settings.regions == AUTO and is_timed(device_of(self._model))
         if not (decides or settings.regions is True):
-            return self._advised(self._planned_with(regions=False))
+            return self._planned_with(regions=False)
         trials = None if self._after is not None else _storing_all(self._model, self._sample, settings, self._tier)
         if decides:
             self._bound(num_compiled=0 if trials is None else 1)
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
         if whole is not None and (whole[0].rehearsed_peak_bytes or 0) <= settings.memory_budget:
             beside = decides and self._repeats
-            return self._advised(_faster(whole, partial(self._blocks_beside, whole[0]))) if beside else whole
+            return _faster(whole, partial(self._blocks_beside, whole[0])) if beside else whole
         if whole is not None:
             whole[1].remove()
             let_go(device_of(self._model))
-        if not decides:
-            return self._planned_with(regions=True)
-        return self._advised(self._the_faster_that_fits(None if whole is None else whole[0]))
+        return self._the_faster_that_fits(None if whole is None else whole[0])
 
     def _bound(self, num_compiled: int) -> None:
         """Choose how many variants there may be where the whole model is compiled so often besides."""
-        split, _ = capture_for(lambda split: None, self._model, self._sample, loss=self._settings.loss, blocks=True)
-        alike = num_alike(self._model, split)
+        alike = num_alike(self._model, self._blocks)
         self._repeats = alike >= _NUM_WAYS
         most = (_MOST_MODELS - num_compiled) * alike - _NUM_WAYS
         self._budgets = _few_of(self._budgets, most if self._repeats else 0)
+
+    @cached_property
+    def _blocks(self) -> Split:
+        """The stages of blocks."""
+        asked = self._settings
+        return capture_for(
+            lambda split: None, self._model, self._sample, stages=asked.stages, loss=asked.loss, blocks=True
+        )[0]
+
+    def _settle_layout(self, budgets: tuple[float, ...]) -> None:
+        """Let images enter blocks with channels last, if blocks would copy them and trial steps are faster so.
+
+        Args:
+            budgets: of the variants that will be compiled beside them.
+        """
+        asked, model, sample = self._compilation, self._model, self._sample
+        if asked.channels_last is not None or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+            return
+        is_so = False
+        if copies_images(model, self._blocks, asked.options, sample.tensors()):
+            options = replace(asked, budgets=budgets).options_for(model)
+            settings = replace(self._settings, compilation=replace(asked, options=options, budgets=(), regions=False))
+            is_so, self._layout_note = enters_with_channels_last(model, sample, settings, self._after, self._tier)
+        self._compilation = replace(asked, channels_last=is_so)
 
     def _planned_with(
         self, *, regions: bool, budgets: tuple[float, ...] | None = None, accepts: bool | None = None
     ) -> tuple[Planned, CompiledModel]:
         budgets = self._budgets if budgets is None else budgets
+        if not regions:
+            self._settle_layout(budgets)
         chosen = replace(self._settings, compilation=replace(self._compilation, regions=regions, budgets=budgets))
         if regions and not self._repeats:  # nothing to share: a few large regions are compiled sooner than many
             chosen = replace(chosen, most_stages=_MOST_DIFFERENT)
@@ -177,8 +202,10 @@ class CompiledPlanning:
         """
         refused: list[tuple[int, str]] = []
         best: tuple[Planned, CompiledModel] | None = None
-        for way in (ways := self._ways(whole)):
-            find = partial(self._found, way, accepts=self._goes_on and way is ways[-1])
+        ways = self._ways(whole)
+        last = [way for way in ways if way.joint is None][-1]
+        for way in ways:
+            find = partial(self._found, way, accepts=self._goes_on and way is last)
             if best is not None:
                 best = _faster(best, find) if way.seconds < best[0].solution.seconds else best
                 continue
@@ -187,7 +214,7 @@ class CompiledPlanning:
             except InfeasibleBudgetError as error:
                 if way.joint is None:
                     refused.append((error.minimum_bytes, str(error)))
-            except _impossible():
+            except impossible():
                 if way.joint is None:
                     raise
         if best is None:
@@ -206,9 +233,12 @@ class CompiledPlanning:
         regions. Where the whole model was tried as one, joined regions take as long as that, and what is computed
         again, and blocks what they take in such a step. Where it was not, all that is known is the sum of the stages,
         and of single stages those that take less as regions or as blocks are one way. The others are for where nothing
-        else fits; and where all stages differ, single ones are.
+        else fits; and where all stages differ, single ones are. Where only regions were asked for, there are no blocks.
         """
         joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
+        if self._settings.regions is True:  # single regions fuse less than the whole model
+            single = _Way(0.0 if whole is None else whole.solution.seconds, regions=True)
+            return sorted([single, *joint], key=lambda way: way.seconds)
         if not self._repeats:
             return [*joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
         first, seconds = False, 0.0
@@ -230,6 +260,8 @@ class CompiledPlanning:
 
     def _without_variants(self, *, regions: bool) -> tuple[Split, Chain, CompiledModel]:
         """Stages without variants, measured, and compiled as they are beside variants; they stay in place."""
+        if not regions:
+            self._settle_layout(self._budgets)
         options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
         compilation = replace(self._compilation, options=options, budgets=(), regions=regions)
         split, (chain, compiled) = measured_for(
@@ -259,12 +291,6 @@ class CompiledPlanning:
         except InfeasibleBudgetError:
             return []
         return [_Way(seconds, regions=True, joint=(split, chain))]
-
-    def _advised(self, found: tuple[Planned, CompiledModel]) -> tuple[Planned, CompiledModel]:
-        """A plan whose user is told where another layout of images would be faster."""
-        if found[1].copies_images(self._sample.tensors()):
-            warnings.warn(_LAYOUT_ADVICE, LowtideWarning, stacklevel=2)
-        return found
 
 
 def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
@@ -301,15 +327,10 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: Trials) -
         return replace(found, solution=_priced(found.solution, tried.peak_bytes), more_bytes=off), compiled
     except BaseException as error:
         compiled.remove()
-        if not isinstance(error, _impossible()):
+        if not isinstance(error, impossible()):
             raise
     let_go(device_of(model))
     return None
-
-
-def _impossible() -> tuple[type[Exception], ...]:
-    """The errors that say that a model cannot be compiled in some way, or does not fit so."""
-    return InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()
 
 
 def _without_unknown(planned: Planned) -> Chain:
@@ -355,7 +376,7 @@ def _faster(
     one[1].remove()
     try:
         other = find_other()
-    except _impossible():
+    except impossible():
         pass
     else:
         if other[0].solution.seconds < one[0].solution.seconds:

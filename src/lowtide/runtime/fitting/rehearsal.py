@@ -17,6 +17,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
+from lowtide.runtime.measure.variants import Numbers
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
 from lowtide.runtime.meter import Meter, is_excluded
 from lowtide.runtime.model.containers import tensors_of
@@ -160,6 +161,43 @@ def rehearse(
     if graphed is not None:
         graphed = replace(graphed, peak_bytes=graphed.peak_bytes - set_aside_bytes)
     return Rehearsal(peak_bytes - set_aside_bytes, seconds, graphed)
+
+
+def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, seed: int | None = None) -> Numbers:
+    """What one step gives, in host memory; it leaves nothing behind.
+
+    These are results, gradients, buffers, and what becomes of torch's generators, which begin at a seed where there is
+    one.
+    """
+    found: Numbers = {}
+
+    def add(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        found.update({(what, name): tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
+
+    def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if execution.is_busy:
+            return plain(*args, **kwargs)
+        result = execution.call(plain, args, kwargs)
+        add("results", {str(place): tensor for place, tensor in enumerate(tensors_of(result))})
+        return result
+
+    with preserved(model), torch.enable_grad():
+        if seed is not None:
+            torch.manual_seed(seed)
+        generators = execution.machine.generators
+        random = generators.state()
+        _set_gradients(model, resident=False)
+        execution.install(call)
+        try:
+            _run(model, step, execution)
+        finally:
+            execution.remove()
+        add("gradients", {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        add("buffers", dict(model.named_buffers()))
+        add("random numbers", {"drawn": torch.tensor(generators.drawn_since(random))})
+        states = bytearray(b"".join(generators.of_torch()))
+        add("random numbers", {"generators": torch.frombuffer(states, dtype=torch.uint8)})
+    return found
 
 
 def _rehearse_graphs(

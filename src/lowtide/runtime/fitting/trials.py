@@ -37,11 +37,11 @@ from lowtide.runtime.fitting.planning import (
     TrialOutcome,
     next_attempt,
 )
-from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, rehearse
+from lowtide.runtime.fitting.rehearsal import Graphed, Rehearsal, TrainingStep, let_go, numbers_of_step, rehearse
 from lowtide.runtime.fitting.solving import Settings, leanest_solution, solution_for
 from lowtide.runtime.measure.measure import capture_for, measure_split
 from lowtide.runtime.measure.stage_figures import StageFigures
-from lowtide.runtime.measure.variants import in_one_line
+from lowtide.runtime.measure.variants import Numbers, in_one_line
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -133,6 +133,11 @@ class RealStep:
 def is_timed(device: torch.device) -> bool:
     """Whether trial steps are timed there: those on a CPU are not."""
     return device.type == "cuda"
+
+
+def impossible() -> tuple[type[Exception], ...]:
+    """The errors that say that a model cannot be compiled in some way, or does not fit so."""
+    return InfeasibleBudgetError, torch.OutOfMemoryError, *not_one_graph()
 
 
 def least_refusal(refused: list[tuple[int, str]], budget: int, reason: str = "") -> InfeasibleBudgetError:
@@ -436,7 +441,25 @@ class Trials:
 
 
 def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, num_timed: int = 0) -> Rehearsal:
-    step = TrainingStep(
+    return rehearse(
+        model,
+        _step_of(sample, planned, settings),
+        lambda: planned.execution(model, settings, is_trial=True),
+        num_timed=num_timed,
+        with_graphs=settings.cuda_graphs is not False and planned.moving is None,
+    )
+
+
+def numbers_of(
+    model: nn.Module, sample: Sample, planned: Planned, settings: Settings, seed: int | None = None
+) -> Numbers:
+    """What a step under a plan gives; see `numbers_of_step`."""
+    execution = planned.execution(model, settings, is_trial=True)
+    return numbers_of_step(model, _step_of(sample, planned, settings), execution, seed)
+
+
+def _step_of(sample: Sample, planned: Planned, settings: Settings) -> TrainingStep:
+    return TrainingStep(
         sample,
         settings.loss,
         settings.optimizer,
@@ -444,13 +467,6 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
         settings.keeps_result,
         planned.chain.stages[-1].output_bytes if settings.keeps_result else 0,
         frozenset() if planned.moving is None else planned.moving.movable,
-    )
-    return rehearse(
-        model,
-        step,
-        lambda: planned.execution(model, settings, is_trial=True),
-        num_timed=num_timed,
-        with_graphs=settings.cuda_graphs is not False and planned.moving is None,
     )
 
 

@@ -11,6 +11,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,8 +37,13 @@ _LONGEST_REASON = 120  # letters of somebody else's message in a note of one lin
 
 _SEED = 20  # of the gradients from which backward starts; any fixed one
 
+_NOTHING = 1e-30  # to divide by
+
 _Key = tuple[str, str]
 """What a tensor is (outputs, gradients, state), and which one of these."""
+
+Numbers = dict[_Key, torch.Tensor]
+"""All that a stage or a step gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class _Numbers:
     The state is that of buffers, and of the generators after the forward and after the backward.
     """
 
-    tensors: dict[_Key, torch.Tensor]
+    tensors: Numbers
     has_drawn: bool
 
 
@@ -117,7 +123,7 @@ class VariantCheck:
         return f"its {what} differ from those of the stage itself (relative error {relative:.1e} in {which}{spread})"
 
     def _size(self, key: _Key) -> float:
-        return max(_largest(self._first.tensors[key]), 1e-30)
+        return max(_largest(self._first.tensors[key]), _NOTHING)
 
     def _differences(self, other: _Numbers) -> dict[_Key, float]:
         """For each tensor how far the other one is from the first at the most; 0 where they are equal bit for bit."""
@@ -149,6 +155,63 @@ class VariantCheck:
             },
             has_drawn,
         )
+
+
+def why_too_far(first: Numbers, other: Numbers, allowed: float) -> str:
+    """Why the numbers of one step may not stand for those of another, in one line; empty where they may.
+
+    Args:
+        first: those of the one.
+        other: those of the other.
+        allowed: how far floating-point numbers may be apart (see `share_apart`); by rounding they may in any case.
+    """
+    if _laid_out(other) != _laid_out(first):
+        return "it returns different tensors"
+    for what, names in _sorted(first).items():
+        for key in names:
+            if not first[key].is_floating_point() and not torch.equal(first[key], other[key]):
+                return f"its {what} differ ({key[1]})"
+    rounding = max(_NUM_LAST_PLACES * torch.finfo(t.dtype).eps for t in first.values() if t.is_floating_point())
+    what, share = max(_shares_apart(first, other).items(), key=lambda entry: entry[1])
+    return "" if share <= max(allowed, rounding) else f"its {what} differ (relative error {share:.1e})"
+
+
+def share_apart(first: Numbers, other: Numbers) -> float:
+    """How far the floating-point numbers of two steps are apart, as a share of their size.
+
+    That of all results, of all gradients or of all buffers, whichever are the furthest apart: of a single number such
+    as a loss, two roundings may happen to agree.
+    """
+    return max(_shares_apart(first, other).values())
+
+
+def _shares_apart(first: Numbers, other: Numbers) -> dict[str, float]:
+    found = {}
+    for what, keys in _sorted(first).items():
+        pairs = [(_wide(first[key]), _wide(other[key])) for key in keys if first[key].is_floating_point()]
+        size = math.hypot(*(_length(one) for one, _ in pairs))
+        apart = math.hypot(*(_length(one - two) for one, two in pairs))
+        found[what] = apart / max(size, _NOTHING) if math.isfinite(apart) else math.inf
+    return found
+
+
+def _sorted(numbers: Numbers) -> dict[str, list[_Key]]:
+    kinds: dict[str, list[_Key]] = {}
+    for key in numbers:
+        kinds.setdefault(key[0], []).append(key)
+    return kinds
+
+
+def _laid_out(numbers: Numbers) -> dict[_Key, tuple[Any, ...]]:
+    """Shapes and types, and strides where they are not the usual ones."""
+    return {
+        key: (tensor.shape, tensor.dtype, None if tensor.is_contiguous() else tensor.stride())
+        for key, tensor in numbers.items()
+    }
+
+
+def _length(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
 
 
 def in_one_line(error: Exception) -> str:

@@ -25,11 +25,13 @@ class Rank(IntEnum):
 
     CODE = 0
     """Runs the module as compiled code."""
-    UNIT = 1
+    LAYOUT = 1
+    """Lays out what the module is given in another way."""
+    UNIT = 2
     """Hands the call to the step that the module is a unit of."""
-    MODEL = 2
+    MODEL = 3
     """Passes the call to a plan or a recording."""
-    REPORT = 3
+    REPORT = 4
     """Tells of the call."""
 
 
