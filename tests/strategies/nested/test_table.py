@@ -173,6 +173,30 @@ def test_a_shared_table_answers_as_one_of_its_own(chain: Chain) -> None:
         assert check(shared, chain, budget) == pytest.approx(check(own, chain, budget), rel=1e-12)
 
 
+@pytest.mark.parametrize("saves_ahead", [True, False], ids=["rotor", "revolve"])
+@pytest.mark.parametrize("num_stages", [1, 6, 20])
+def test_a_table_of_one_budget_answers_as_one_of_many(num_stages: int, saves_ahead: bool) -> None:
+    for chain in random_chains(18, num_stages, features=(*NESTED_FEATURES, "side values")):
+        costs = costs_of(with_random_seconds(chain, seed=num_stages), saves_ahead=saves_ahead)
+        least, (lowest, ample) = least_memory(costs), limits(chain, costs)
+        for share in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+            available = lowest + int(share * (ample - lowest)) - outside_bytes(chain)
+            tables = [Table.of_one_budget(costs, least, available), Table.of(costs, least, available, 10**6)]
+            slower, expected = (table.decisions(available)[1] for table in tables)
+            assert slower == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_table_of_one_budget_leaves_out_what_takes_longer() -> None:
+    chain = long_chain(40, 0)
+    costs = costs_of(chain)
+    least, (lowest, ample) = least_memory(costs), limits(chain, costs)
+    available = (lowest + ample) // 2 - outside_bytes(chain)
+    one, many = Table.of_one_budget(costs, least, available), Table.of(costs, least, available, 10**6)
+    assert one.steps is not None
+    assert many.steps is not None
+    assert 0 < 4 * len(one.steps) < len(many.steps)
+
+
 def test_exact_times_are_worked_out_twice_at_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     chain, made = random_chain(0, 8, sizes="heavy-tailed"), list[int]()
     costs, known = costs_of(chain), dict[object, object]()

@@ -19,7 +19,7 @@ from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.stages import leaves_behind, storages_of
 from lowtide.runtime.measure.variants import Numbers
 from lowtide.runtime.measure.weights import Optimizer, optimizer_state_bytes, state_bytes_there
-from lowtide.runtime.meter import Meter, is_excluded
+from lowtide.runtime.meter import Meter, exclude, is_excluded
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.state.cells import Cells, Look, is_settings
@@ -163,16 +163,18 @@ def rehearse(
     return Rehearsal(peak_bytes - set_aside_bytes, seconds, graphed)
 
 
-def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, seed: int | None = None) -> Numbers:
+def numbers_of_step(
+    model: nn.Module, step: TrainingStep, execution: Execution, *, draws_before: bool = False
+) -> Numbers:
     """What one step gives, in host memory; it leaves nothing behind.
 
-    These are results, gradients, buffers, and what becomes of torch's generators, which begin at a seed where there is
-    one.
+    These are results, gradients, buffers, and what becomes of torch's generators. With `draws_before` the device gives
+    other random numbers than without.
     """
     found: Numbers = {}
 
     def add(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        found.update({(what, name): tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
+        found.update({(what, name): exclude(t.detach().to("cpu", copy=True)) for name, t in tensors.items()})
 
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if execution.is_busy:
@@ -182,8 +184,8 @@ def numbers_of_step(model: nn.Module, step: TrainingStep, execution: Execution, 
         return result
 
     with preserved(model), torch.enable_grad():
-        if seed is not None:
-            torch.manual_seed(seed)
+        if draws_before:
+            torch.rand((), device=execution.machine.device)
         generators = execution.machine.generators
         random = generators.state()
         _set_gradients(model, resident=False)

@@ -451,11 +451,11 @@ def _tried(model: nn.Module, sample: Sample, planned: Planned, settings: Setting
 
 
 def numbers_of(
-    model: nn.Module, sample: Sample, planned: Planned, settings: Settings, seed: int | None = None
+    model: nn.Module, sample: Sample, planned: Planned, settings: Settings, *, draws_before: bool = False
 ) -> Numbers:
     """What a step under a plan gives; see `numbers_of_step`."""
     execution = planned.execution(model, settings, is_trial=True)
-    return numbers_of_step(model, _step_of(sample, planned, settings), execution, seed)
+    return numbers_of_step(model, _step_of(sample, planned, settings), execution, draws_before=draws_before)
 
 
 def _step_of(sample: Sample, planned: Planned, settings: Settings) -> TrainingStep:

@@ -41,7 +41,10 @@ def _fastest(problem: Problem, costs: Costs, strategy: str, most_slots: int | No
     if problem.memory_budget < minimum:
         raise problem.infeasible(strategy, minimum)
     available = problem.memory_budget - outside
-    table = Table.shared(problem.known, costs, least, available, most_slots)
+    if problem.bandwidth:  # strategies that move values ask for parts and other budgets of the same table
+        table = Table.shared(problem.known, costs, least, available, most_slots)
+    else:
+        table = Table.of_one_budget(costs, least, available, most_slots)
     decisions, slower = table.decisions(available)
     # Costs count side values from above: whether one is idle may depend on more of the schedule than they know.
     is_bound = table.is_exact and not problem.chain.side_values

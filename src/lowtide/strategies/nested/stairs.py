@@ -21,6 +21,9 @@ from lowtide.strategies.numerics.kernels import kernel, kernel_part
 
 _NEVER = 2**62
 
+# By what share of a step sums of its seconds in another order may differ.
+_ROUNDING = 1e-9
+
 # What an exact answer may cost, in steps of about 15 ns.
 _MOST_STEPS = 2**26
 
@@ -49,12 +52,17 @@ class _Scratch(NamedTuple):
     slower: Seconds
 
 
-def stairs_of(costs: Costs, available_bytes: int) -> Stairs | None:
-    """The staircases of every s..t up to a budget; None where that would cost too much."""
+def stairs_of(costs: Costs, available_bytes: int, most_slower: float = np.inf) -> Stairs | None:
+    """The staircases of every s..t up to a budget; None where that would cost too much.
+
+    Where a schedule of 1..n is known that takes `most_slower` longer than the fastest, no part of a better one takes
+    more than that: such stairs are left out, and there are far fewer.
+    """
     room = np.empty(_MOST_STAIRS, np.int64), np.empty(_MOST_STAIRS)
     stairs = empty_stairs(costs.num_stages)._replace(from_bytes=room[0], slower=room[1])
     scratch = _Scratch(np.empty((3, _MOST_STAIRS // 64), np.int64), np.empty((3, _MOST_STAIRS // 64)))
-    return stairs if _fill(costs, stairs, scratch, available_bytes, _MOST_STEPS) else None
+    limit = most_slower + _ROUNDING * costs.fastest_seconds
+    return stairs if _fill(costs, stairs, scratch, available_bytes, limit, _MOST_STEPS) else None
 
 
 def empty_stairs(num_stages: int) -> Stairs:
@@ -64,7 +72,9 @@ def empty_stairs(num_stages: int) -> Stairs:
 
 
 @kernel
-def _fill(costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int, most_steps: int) -> bool:
+def _fill(
+    costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int, most_slower: float, most_steps: int
+) -> bool:
     """Fill in all staircases up to a budget; False where that would take too many steps."""
     n = costs.activation.shape[0] - 1
     num_stairs, num_steps = 0, 0
@@ -74,7 +84,9 @@ def _fill(costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int,
         for k in range(2, s):
             most += idle_after(costs, 1, k, s)
         for t in range(s, n + 1):
-            count, lowest, steps = _lowest(costs, stairs, scratch, s, t, most)
+            # What ends at t < n was split off from what follows, so that its forwards run again.
+            again = costs.split_until[t + 1] - costs.forward_until[s - 1] if t < n else 0.0
+            count, lowest, steps = _lowest(costs, stairs, scratch, s, t, most, most_slower - again)
             num_steps += steps
             if count < 0 or num_stairs + count > stairs.from_bytes.shape[0]:
                 return False
@@ -90,7 +102,9 @@ def _fill(costs: Costs, stairs: Stairs, scratch: _Scratch, available_bytes: int,
 
 
 @kernel_part
-def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, most: int) -> tuple[int, int, int]:
+def _lowest(
+    costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, most: int, most_slower: float
+) -> tuple[int, int, int]:
     """The staircase of s..t, into the scratch: how many stairs (-1: too many), where, and what it took."""
     lowest, count, num_steps = 0, 0, 0
     most_stairs = (
@@ -98,7 +112,7 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
     )  # an option has at most as many as two rows, and is put under a third
     if s == t or costs.saves_ahead:
         for way in range(costs.first_way[s], costs.first_way[s + 1]):
-            added = _option_all(costs, stairs, scratch, way, s, t, most)
+            added = _option_all(costs, stairs, scratch, way, s, t, most, most_slower)
             num_steps += added + count
             if added:
                 count, lowest = _merged(scratch, lowest, count, added), 1 - lowest
@@ -108,11 +122,11 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
     for p in range(s + 1, t + 1):
         begin = max(begin, forward_peak(costs, s, p - 1, t) - idle)
         idle += idle_after(costs, s, p - 1, t)
-        if begin > most:
-            break
         seconds = costs.split_until[p] - costs.forward_until[s - 1]
+        if begin > most or seconds > most_slower:
+            break
         held = costs.activation[p - 1] - idle
-        added, steps = _option_split(stairs, scratch, lowest, count, s, p, t, held, begin, most, seconds)
+        added, steps = _option_split(stairs, scratch, lowest, count, s, p, t, held, begin, most, seconds, most_slower)
         num_steps += steps
         if added:
             num_steps += added + count
@@ -123,18 +137,22 @@ def _lowest(costs: Costs, stairs: Stairs, scratch: _Scratch, s: int, t: int, mos
 
 
 @kernel_part
-def _option_all(costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: int, t: int, most: int) -> int:
+def _option_all(
+    costs: Costs, stairs: Stairs, scratch: _Scratch, way: int, s: int, t: int, most: int, most_slower: float
+) -> int:
     """The staircase of starting s..t with `all`, into the scratch's place 2; return how many stairs it has."""
     to_bytes, to_slower = scratch.from_bytes[2], scratch.slower[2]
     peak, saved, seconds = own_peak(costs, way, s, t), costs.way_saved[way], slower_as(costs, way, s, t)
     if s == t:
         to_bytes[0], to_slower[0] = peak, seconds
-        return 1 if peak <= most else 0
+        return 1 if peak <= most and seconds <= most_slower else 0
     count = 0
     for i in range(stairs.first[s + 1, t], stairs.end[s + 1, t]):
         begin = max(peak, stairs.from_bytes[i] + saved)
         if begin > most:
             break
+        if stairs.slower[i] + seconds > most_slower:
+            continue
         if count and to_bytes[count - 1] == begin:
             count -= 1  # the lower one counts
         to_bytes[count], to_slower[count] = begin, stairs.slower[i] + seconds
@@ -155,6 +173,7 @@ def _option_split(
     begin: int,
     most: int,
     seconds: float,
+    most_slower: float,
 ) -> tuple[int, int]:
     """The staircase of splitting s..t at p, as far as it lies below the lowest so far, into the scratch's place 2.
 
@@ -180,7 +199,7 @@ def _option_split(
         if below >= 0 and low_slower[below] <= lowest_value:
             break  # no split at p is lower than with all the memory that there is
         value = slower[one] + slower[other] + seconds
-        if below < 0 or value < low_slower[below]:
+        if value <= most_slower and (below < 0 or value < low_slower[below]):
             to_bytes[count], to_slower[count] = here, value
             count += 1
         next_one = from_bytes[one + 1] + held if one < one_last else _NEVER
