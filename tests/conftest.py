@@ -1,7 +1,7 @@
 """For all tests: `--core`, and what keeps them short.
 
-What was imported is left out of garbage collections, devices that are missing are not seeded, stages are timed in few
-runs, and what one worker compiles the others load.
+What was imported is left out of garbage collections, devices that are missing are not seeded, stages are timed in one
+run, compilers keep no diary, and what one worker compiles the others load.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib
+import logging
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -76,6 +78,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             importlib.import_module(_IMPORTED_TO_COMPILE)
         _seed_no_missing_device()
+        _keep_no_diary()
     _freeze()
 
 
@@ -87,12 +90,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.config.stash[_NUM_MODULES] = len(sys.modules)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """Say it as a plain warning: to print one of a framework, the process that prints would import the framework."""
+    plain = next(kind for kind in warning_message.category.__mro__ if kind.__module__ == "builtins")
+    warning_message.category, warning_message.message = plain, plain(str(warning_message.message))
+
+
 @pytest.fixture(autouse=True)
-def _few_timed_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of three runs and not of nine: on a CPU no test depends on what a stage takes."""
+def _timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in three to nine runs: on a CPU no test depends on what a stage takes."""
     timing = sys.modules.get("lowtide.runtime.measure.timing")
     if timing is not None and request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(timing, "_MOST_RUNS", timing._FEWEST_RUNS)
+        monkeypatch.setattr(timing, "_FEWEST_RUNS", 1)
+        monkeypatch.setattr(timing, "_MOST_RUNS", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +141,16 @@ def _seed_no_missing_device() -> None:
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
             kind.manual_seed_all = lambda seed: None  # type: ignore[assignment]
+
+
+def _keep_no_diary() -> None:
+    """Torch describes all that it compiles to handlers of one logger, if it has any, and times its guards on a cold
+    cache. pytest gives handlers to loggers that hand nothing on, so this one does.
+    """
+    logger = logging.getLogger("torch.__trace")
+    logger.propagate = True
+    logger.handlers.clear()
+    importlib.import_module("torch._dynamo.guards").profile_guard_manager = lambda *_: 0.0
 
 
 def _freeze() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide.runtime import meter
+from lowtide.runtime.fitting import moving
 from lowtide.strategies import joint
 
 # So many objects are looked at in some 10 milliseconds; compilers leave hundreds of thousands.
@@ -30,7 +31,10 @@ def _without_garbage_of_others() -> None:
 @pytest.fixture(autouse=True)
 def _few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """How good schedules are that move weights is tested where they are made; here any do that stay within a budget."""
-    monkeypatch.setattr(joint, "_NUM_TRIES", 4)
+    few = {"_NUM_TRIES": 1, "_NUM_MEMORIES": 3, "_RESERVES": (1.0,), "_NUM_REFINED": 1}
+    for name, value in few.items():
+        monkeypatch.setattr(joint, name, value)
+    monkeypatch.setattr(moving, "_NUM_LATE", 2)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from lowtide.runtime.compile.modes import Modes
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.timing import Timing
 
-WIDTH, DEPTH = 16, 6
+WIDTH, DEPTH = 16, 4
 BACKEND = {"backend": "aot_eager_decomp_partition", "dynamic": False}
 
 

@@ -18,6 +18,7 @@ from tests.looping import looped
 from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
+from torch._dynamo.backends import registry
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
@@ -235,11 +236,11 @@ class WithScores(Language):
 
 
 def test_scores_that_are_returned_beside_the_loss_have_no_gradient_of_their_own() -> None:
-    backend, model, text = Counting(BACKEND), WithScores(dropout=0.0), texts(batch=64)[0]
+    backend, model, text = Counting(BACKEND), WithScores(2, dropout=0.0), texts(batch=64)[0]
     with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, **regions_with(backend)):
         assert len(backend.graphs) == 2
         assert F.cross_entropy in backend.graphs[-1]
-        plain = WithScores(dropout=0.0)
+        plain = WithScores(2, dropout=0.0)
         plain.compile(backend=BACKEND, dynamic=False)
         for each in (model, plain):
             result = each(text)
@@ -392,14 +393,14 @@ def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
 
 @pytest.mark.usefixtures("_timed")
 def test_what_trials_compile_is_bounded() -> None:
-    backend, model, text = Counting(), Language(depth=7, dropout=0.0), texts(batch=64)[0]
+    backend, model, text = Counting(), Language(depth=4, dropout=0.0), texts(batch=64)[0]
     options = {**OPTIONS, "variants": True}
     with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
         assert len(backend.graphs) == 3  # all as one; the first block, which has what comes before it, and another one
         model(text).backward()
         assert len(backend.graphs) == 3
         budget = less_than_all(plan)
-    backend, model = Counting(), Language(depth=7, dropout=0.0)
+    backend, model = Counting(), Language(depth=4, dropout=0.0)
     with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
         model(text).backward()
         assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
@@ -408,7 +409,7 @@ def test_what_trials_compile_is_bounded() -> None:
 class Growing(nn.Module):
     """Blocks that all differ, as those of a DenseNet."""
 
-    def __init__(self, depth: int = 20) -> None:
+    def __init__(self, depth: int = 10) -> None:
         super().__init__()
         torch.manual_seed(0)
         widths = range(WIDTH, WIDTH + depth + 1)
@@ -427,6 +428,8 @@ class Growing(nn.Module):
 @pytest.mark.usefixtures("_timed", "_even")
 @pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
 def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> None:
+    most = 7  # as 16 of 20
+    monkeypatch.setattr(compiling, "_MOST_DIFFERENT", most)
     backend, model, text = Counting(), Growing(), texts(batch=64)[0]
     plain = Growing()
     plain.compile(backend=UNPARTITIONED, dynamic=False)
@@ -437,17 +440,17 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> No
         budget = less_than_all(plan)
     backend, model = Counting(), Growing()
     with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
-        assert plan.chain.num_stages > 16
+        assert plan.chain.num_stages > most
         assert len(backend.graphs) <= 1 + 6  # the whole, which was too large, and what the schedule joins
         model(text).backward()
         assert plan.stats().recomputed_per_step > 0
     monkeypatch.setattr(compiling.CompiledPlanning, "_joint", lambda *_: [])  # nothing that is joined fits
     backend, model = Counting(), Growing()
     with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
-        assert plan.chain.num_stages <= 16
+        assert plan.chain.num_stages <= most
         assert_equal(train(model, texts(batch=64)), expected)
         assert plan.stats().recomputed_per_step > 0
-        assert len(backend.graphs) <= 16 + 1
+        assert len(backend.graphs) <= most + 1
 
 
 OF_ALL, OF_JOINED, OF_BLOCKS = 0.043, 0.045, 0.088
@@ -487,11 +490,14 @@ def nearly_all() -> dict[str, int]:
 @pytest.mark.usefixtures("_host_bound")
 @pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
 @pytest.mark.parametrize("budget", ["just", "far"])
-def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: str) -> None:
+def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: str, monkeypatch, tmp_path) -> None:
     backend, model, text = Counting(), Language(depth=4, dropout=0.0), texts(batch=64)[0]
-    with lowtide.fit(model, text, memory_budget=nearly_all[budget], **OPTIONS, **auto_with(backend)) as plan:
+    monkeypatch.setitem(registry._BACKENDS, "counting", None)
+    monkeypatch.setitem(registry._COMPILER_FNS, "counting", backend)
+    with lowtide.fit(model, text, memory_budget=nearly_all[budget], **OPTIONS, **auto_with("counting")) as plan:
         assert regions_of(model) is not None
         assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
+        plan.save(tmp_path / "plan.json")
         num_graphs = len(backend.graphs)
         model(text).backward()
         assert len(backend.graphs) == num_graphs
@@ -503,20 +509,10 @@ def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: st
     plain = Language(depth=4, dropout=0.0)
     plain.compile(backend=UNPARTITIONED, dynamic=False)
     assert_equal(found, train(plain, texts(batch=64)))
-
-
-@pytest.mark.usefixtures("_host_bound")
-@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
-def test_a_plan_that_joins_regions_can_be_saved(nearly_all, tmp_path) -> None:
-    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
-    with lowtide.fit(model, text, memory_budget=nearly_all["just"], **OPTIONS, **auto_with(UNPARTITIONED)) as plan:
-        assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
-        plan.save(tmp_path / "plan.json")
-        expected = train(model, texts(batch=64))
     again = Language(depth=4, dropout=0.0)
     with lowtide.load_plan(tmp_path / "plan.json", again) as plan:
         assert regions_of(again) is not None
-        assert_equal(train(again, texts(batch=64)), expected)
+        assert_equal(train(again, texts(batch=64)), found)
         assert plan.stats().recomputed_per_step > 0
 
 
@@ -669,7 +665,7 @@ def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_timed")
 def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatch) -> None:
-    model, text = Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    model, text = Language(depth=2, dropout=0.0), texts(batch=64)[0]
     options = {**OPTIONS, **auto_with(UNPARTITIONED)}
     named = []
     for first in (True, False):
@@ -736,7 +732,7 @@ class _Planned:
 
 @pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
 def test_fit_plans_for_regions_where_not_everything_fits() -> None:
-    model, text = Language(dropout=0.0), texts(batch=64)[0]
+    model, text = Language(2, dropout=0.0), texts(batch=64)[0]
     options = {**OPTIONS, "compile_stages": REGIONS}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, text, memory_budget=1, **options)
@@ -745,10 +741,10 @@ def test_fit_plans_for_regions_where_not_everything_fits() -> None:
         assert regions_of(model) is not None
         model(text).backward()
         assert plan.stats().recomputed_per_step > 0
-        model.load_state_dict(Language().state_dict())
+        model.load_state_dict(Language(2).state_dict())
         model.zero_grad()
         found = train(model, texts(batch=64))
-    plain = Language(dropout=0.0)
+    plain = Language(2, dropout=0.0)
     plain.compile(backend=BACKEND, dynamic=False)
     assert_equal(found, train(plain, texts(batch=64)))
 

@@ -311,7 +311,7 @@ def test_variants_are_used_for_the_shapes_that_they_were_checked_for(monkeypatch
     options |= {"compile_stages": {"backend": "wrong_for_other_shapes"}}
     sizes = (SHAPE[0], SHAPE[0] // 2, SHAPE[0] // 4, SHAPE[0])
     steps = [batches((size, SHAPE[1]), 1)[0] for size in sizes]
-    plain, model, shared = deep(), deep(), deep()
+    plain, model, shared = deep(2), deep(2), deep(2)
     for block in plain:
         block.compile(backend=BACKEND, dynamic=False)
     expected = train(plain, steps)

@@ -32,7 +32,7 @@ from lowtide.runtime.meter import Meter, exclude, is_excluded
 from lowtide.runtime.plan.steps import RealSteps
 from lowtide.units import format_bytes
 
-WIDTH, NUM_BLOCKS = 192, 3
+WIDTH, NUM_BLOCKS = 96, 3
 RELEASES = [Release("opt", k) for k in range(1, NUM_BLOCKS + 1)]
 LINK = "2GB/s"
 
@@ -94,7 +94,7 @@ def made(model_of: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def batch(model_of: Any, num_rows: int = 32) -> torch.Tensor:
+def batch(model_of: Any, num_rows: int = 16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     if model_of is tied:
         return torch.randint(32, (num_rows,), generator=generator)
@@ -127,7 +127,7 @@ def others_bytes() -> int:
 
 
 def fitted(
-    model_of: Any, own_bytes: int, num_rows: int = 32, **settings: Any
+    model_of: Any, own_bytes: int, num_rows: int = 16, **settings: Any
 ) -> tuple[lowtide.Plan, torch.optim.Optimizer]:
     """A plan within so many bytes beside what others hold."""
     budget = max(1000, others_bytes() + own_bytes)
@@ -136,7 +136,7 @@ def fitted(
     return lowtide.fit(model, batch(model_of, num_rows), memory_budget=budget, **settings), optimizer
 
 
-def least_budget(model_of: Any, num_rows: int = 32, **settings: Any) -> int:
+def least_budget(model_of: Any, num_rows: int = 16, **settings: Any) -> int:
     others = others_bytes()
     with pytest.raises(InfeasibleBudgetError) as caught:
         fitted(model_of, -others, num_rows, **settings)
@@ -269,7 +269,7 @@ def half_frozen() -> nn.Module:
 
 def test_the_least_host_memory_is_enough_next_to_the_least_budget():
     """Where activations have to move, and trial steps show that more of them do than was predicted."""
-    num_rows = 300
+    num_rows = 150
     own_bytes = int(1.03 * least_budget(half_frozen, num_rows))
     host_bytes = least_host_budget(own_bytes, half_frozen, num_rows)
     plan, optimizer = fitted(half_frozen, own_bytes, num_rows, host_memory_budget=host_bytes)
@@ -294,7 +294,7 @@ def test_gradients_from_before_do_not_move_with_trial_steps():
     assert_equal({name: parameter.grad for name, parameter in model.named_parameters()}, expected)
 
 
-def least_host_budget(own_bytes: int, model_of: Any = blocks, num_rows: int = 32, **settings: Any) -> int:
+def least_host_budget(own_bytes: int, model_of: Any = blocks, num_rows: int = 16, **settings: Any) -> int:
     with pytest.raises(InfeasibleBudgetError) as caught:
         fitted(model_of, own_bytes, num_rows, host_memory_budget="100kB", **settings)
     return int(str(caught.value).split("is below the")[1].split("(")[1].split()[0])
@@ -415,11 +415,11 @@ def with_little_room(link: str, monkeypatch: pytest.MonkeyPatch) -> lowtide.Plan
     clock = itertools.count()
     monkeypatch.setattr(weights, "_now", lambda device: next(clock) * 1e-6)
     asked = {"strategy": "pofo", "bandwidth": link, "stages": ["*.up", "*.down"]}
-    fitted(blocks, 2 * resident_bytes(blocks), 600, **asked)[0].detach()  # leaves some kilobytes behind
-    own_bytes = int(1.004 * least_budget(blocks, 600, **asked))
+    fitted(blocks, 2 * resident_bytes(blocks), 300, **asked)[0].detach()  # leaves some kilobytes behind
+    own_bytes = int(1.004 * least_budget(blocks, 300, **asked))
     for module in (trials, ways):
         monkeypatch.setattr(module, "is_timed", lambda device: True)
-    return fitted(blocks, own_bytes, 600, **{**asked, "strategy": "auto"})[0]
+    return fitted(blocks, own_bytes, 300, **{**asked, "strategy": "auto"})[0]
 
 
 def test_weights_move_where_that_is_faster_than_recomputation(monkeypatch):
@@ -561,7 +561,7 @@ def test_accumulation_within_the_budget():
 
 def test_activations_beside_weights_that_move():
     """Passes take the most here, with optimizer state of some stages on the device that does not exist before."""
-    num_rows = 1000
+    num_rows = 500
     x = batch(blocks, num_rows)
     expected = train(*made(blocks), x)
     least = least_budget(blocks, num_rows, strategy="joint")
@@ -583,14 +583,14 @@ def test_state_that_leaves_in_the_passes_leaves_in_trial_steps(monkeypatch):
     clock = itertools.count()
     monkeypatch.setattr(timing, "_run_on_cpu", in_a_millisecond)
     monkeypatch.setattr(weights, "_now", lambda device: next(clock) * 1e-3)
-    least = least_budget(blocks, 500, keeps_result=False)
-    plan, optimizer = fitted(blocks, int(1.3 * least), 500, keeps_result=False)
+    least = least_budget(blocks, 250, keeps_result=False)
+    plan, optimizer = fitted(blocks, int(1.3 * least), 250, keeps_result=False)
     with plan:
         schedule = plan.schedule
         leaving = {op.value for op in schedule.operations[: schedule.operations.index(Backward(1))] if op in RELEASES}
         assert any(kind == "opt" for kind, _ in leaving & schedule.start.device)
         assert "a trial step took" not in str(plan)
-        train(plan.model, optimizer, batch(blocks, 500))
+        train(plan.model, optimizer, batch(blocks, 250))
         stats = plan.stats()
         assert abs(stats.predicted_peak_bytes - stats.measured_peak_bytes) <= 2 * _NOTED_BYTES
 
@@ -598,7 +598,7 @@ def test_state_that_leaves_in_the_passes_leaves_in_trial_steps(monkeypatch):
 def test_the_leanest_schedule_does_not_depend_on_measured_times():
     """Else the next `fit`, which measures other times, could refuse the budget that this one has named."""
     model, optimizer = made(blocks)
-    split, chain = capture_and_measure(model, batch(blocks, 3000), loss=square)
+    split, chain = capture_and_measure(model, batch(blocks, 1500), loss=square)
     settings = Settings(1, "joint", LINK, None, optimizer, square, None, False, True, None, Checks.SPOT, None)
     moving, generator, found = moving_chain(model, split, chain, settings), random.Random(0), []
     for _ in range(6):
@@ -666,7 +666,7 @@ def test_steps_in_backward():
 def test_what_planning_takes_is_said_and_going_from_one_schedule_to_another_takes_nothing():
     least = least_budget(blocks)
     budget = others_bytes() + 2 * least  # less than weights and state take
-    x, mask = batch(blocks), torch.ones(32, WIDTH)
+    x, mask = batch(blocks), torch.ones(16, WIDTH)
 
     def steps(masked: Masked, optimizer: torch.optim.Optimizer) -> None:
         seed_all(1)

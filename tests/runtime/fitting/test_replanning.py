@@ -80,7 +80,7 @@ def test_compiled_blocks_stay_compiled_after_a_batch_that_is_too_large():
     plan = leanest(model, x, 2.0, **COMPILE)
     assert all(map(is_compiled, model[1:]))
     with pytest.warns(lowtide.LowtideWarning, match="training continues with the leanest schedule"):
-        model(torch.zeros(50_000, SHAPE[1]))
+        model(torch.zeros(5_000, SHAPE[1]))
     assert all(map(is_compiled, model[1:]))
     plan.detach()
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())

@@ -203,7 +203,7 @@ class CountsInCompiledCode(Counting):
 
 def test_a_large_buffer_that_compiled_code_between_units_writes_to(monkeypatch):
     monkeypatch.setattr("lowtide.runtime.state.environment._SMALL_BYTES", 0)
-    inputs = batches(SHAPE, 4)
+    inputs = batches(SHAPE, 3)
     model, split = made_in_stages(CountsInCompiledCode)
     lowtide.attach(model, repeating(split.num_stages), split=split)
     assert_equal(train(model, inputs), train(made(CountsInCompiledCode), inputs))
