@@ -12,7 +12,17 @@ from lowtide.chain import Chain, as_chain
 from lowtide.errors import InfeasibleBudgetError, StrategyError, shown
 from lowtide.schedule import Predicted, Schedule
 from lowtide.simulate import simulate
-from lowtide.strategies.base import AUTO, GIVE_BANDWIDTH, REGISTRY, Answer, Entry, Problem, find, infeasible
+from lowtide.strategies.base import (
+    AUTO,
+    GIVE_BANDWIDTH,
+    REGISTRY,
+    Answer,
+    Entry,
+    NotFasterError,
+    Problem,
+    find,
+    infeasible,
+)
 from lowtide.trace import Trace
 from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 
@@ -181,6 +191,8 @@ def solve(
             progress(entry.name, tried / len(entries))
         try:
             answer, trace = _checked(entry, problem, settings)
+        except NotFasterError:
+            continue
         except InfeasibleBudgetError as error:
             candidates.append(Candidate(entry.name, None, None, error.minimum_bytes))
             continue
@@ -191,6 +203,8 @@ def solve(
             moving = (entry, answer, trace)
         if best is None or (trace.seconds, trace.peak_bytes) < (best[2].seconds, best[2].peak_bytes):
             best = (entry, answer, trace)
+            if not rate:  # else a slower answer may be the best once some of its values move
+                problem = replace(problem, faster_than=trace.seconds)
             if trace.seconds <= floor * (1 + 1e-12):  # sums in another order differ in the last digits
                 break  # nothing can be faster
     if best is None:
@@ -225,9 +239,9 @@ def applicable(chain: Chain, bandwidth: int, *, manage_weights: bool = True) -> 
     ]
 
 
-def _turn(entry: Entry) -> tuple[bool, bool, bool]:
+def _turn(entry: Entry) -> tuple[bool, bool, bool, bool]:
     """When `auto` tries a strategy: first what may end the search at once, last what takes the longest."""
-    return not entry.runs_once, entry.moves, entry.runs_twice
+    return not entry.runs_once, entry.moves, not entry.is_thorough, entry.runs_twice
 
 
 def _least_seconds(chain: Chain, entry: Entry | None = None) -> float:

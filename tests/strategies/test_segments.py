@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.chains import NESTED_FEATURES, random_chains
 from tests.looping import looped
 
-from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, StrategyError, simulate, solve
+from lowtide import Chain, InfeasibleBudgetError, Schedule, SideValue, Stage, StrategyError, simulate, solve
+from lowtide.strategies.base import NotFasterError, Problem
+from lowtide.strategies.segments import Segments
 
 
 def equal_chain(num_stages: int) -> Chain:
@@ -40,6 +44,19 @@ def test_the_cuts_are_those_of_torch() -> None:
             starts = [start + 1 for start in range(0, size * (count - 1), size)]
             kept = [operation.stage for operation in solution.schedule.operations if is_keep(operation)]
             assert kept == starts
+
+
+def test_what_is_not_fast_enough_is_not_looked_for() -> None:
+    chain = equal_chain(9)
+    simulated = list[Schedule]()
+    problem = Problem(chain, 30, 0, True, lambda schedule: simulated.append(schedule) or simulate(chain, schedule))
+    found = simulate(chain, Segments().plan(problem).schedule)
+    assert Segments().plan(replace(problem, faster_than=found.seconds)).schedule == Segments().plan(problem).schedule
+    side = replace(problem, chain=replace(chain, side_values=[SideValue("skip", 1, 1, (9,))]))
+    simulated.clear()
+    with pytest.raises(NotFasterError):
+        Segments().plan(replace(side, faster_than=chain.compute_seconds - 0.5))
+    assert not simulated
 
 
 def is_keep(operation: object) -> bool:

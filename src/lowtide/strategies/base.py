@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -70,6 +71,7 @@ class Problem:
         duplex: both directions at once.
         evaluate: simulates a schedule of this chain at this bandwidth; raises ScheduleError if it is illegal.
         known: what strategies have worked out of this chain, for others that need the same; for any budget.
+        faster_than: slower schedules are of no use, so that a strategy need not look for them.
     """
 
     chain: Chain
@@ -78,6 +80,7 @@ class Problem:
     duplex: bool
     evaluate: Callable[[Schedule], Evaluation]
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    faster_than: float = math.inf
 
     def infeasible(self, strategy: str, minimum_bytes: int) -> InfeasibleBudgetError:
         """Make the error for a budget below `minimum_bytes`."""
@@ -105,6 +108,10 @@ class Answer:
     details: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
+class NotFasterError(Exception):
+    """A strategy has no schedule within the budget that is faster than `Problem.faster_than`."""
+
+
 class Strategy(Protocol):
     """One algorithm with its settings."""
 
@@ -113,6 +120,7 @@ class Strategy(Protocol):
 
         Raises:
             InfeasibleBudgetError: if there is none; `minimum_bytes` is the smallest budget that works.
+            NotFasterError: if there is none that is faster than the problem asks for, where the strategy heeds that.
         """
 
     def minimum_bytes(self, problem: Problem) -> int:
@@ -137,6 +145,8 @@ class Entry:
     """Runs every computation once: nothing can be faster if no computation waits, so `auto` tries it first."""
     runs_twice: bool = False
     """Runs every forward but the last at least twice."""
+    is_thorough: bool = False
+    """Seldom slower than others that recompute: `auto` tries it before them, and they need not look for what is."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -183,7 +193,14 @@ REGISTRY: dict[str, Entry] = {
             "Revolve",
             runs_twice=True,
         ),
-        Entry("rotor", "the optimal persistent recomputation", "rotor §4", f"{_HERE}.rotor", "Rotor"),
+        Entry(
+            "rotor",
+            "the optimal persistent recomputation",
+            "rotor §4",
+            f"{_HERE}.rotor",
+            "Rotor",
+            is_thorough=True,
+        ),
         Entry(
             "selection",
             "lowest sum of checkpoints and largest segment",

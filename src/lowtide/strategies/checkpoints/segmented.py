@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lowtide.chain import Chain
 from lowtide.schedule import Backward, Forward, Operation, Schedule
-from lowtide.strategies.base import Answer, Problem
+from lowtide.strategies.base import Answer, NotFasterError, Problem
 from lowtide.strategies.nested.costs import Costs, costs_of, outside_bytes
 from lowtide.strategies.sides import freed
 
@@ -45,16 +45,22 @@ def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
 def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -> Answer:
     """The fastest way to cut the chain within the budget; among equals, the one with the lowest peak.
 
+    Their times are known at once, and their peaks only by simulation: those that are of no use are not simulated.
+
     Raises:
         InfeasibleBudgetError: with the least peak of all of them.
+        NotFasterError: where none is that is faster than the problem asks for.
     """
     candidates = _candidates(problem, cuts)
-    possible = [each for each in candidates if each.peak_bytes <= problem.memory_budget]
+    useful = [each for each in candidates if each.seconds <= problem.faster_than]
+    possible = [each for each in useful if each.peak_bytes <= problem.memory_budget]
     possible.sort(key=lambda candidate: candidate.seconds)
     for _, equals in itertools.groupby(possible, key=lambda candidate: candidate.seconds):
         best = min((_counted(problem, each) for each in equals), key=lambda candidate: candidate.peak_bytes)
         if best.peak_bytes <= problem.memory_budget:
             return Answer(best.schedule(strategy, problem.chain), details={"num_segments": len(best.starts)})
+    if len(useful) < len(candidates):
+        raise NotFasterError
     raise problem.infeasible(strategy, _least_peak(problem, candidates))
 
 
