@@ -195,8 +195,8 @@ NETWORKS = [
 TINY = [
     Network(
         "gpt",
-        "GPT-like 4 x 32, batch 8 x 32 tokens",
-        from_zoo("gpt2", batch=8, length=32, layers=4, width=32, heads=4, vocabulary=64),
+        "GPT-like 2 x 32, batch 8 x 32 tokens",
+        from_zoo("gpt2", batch=8, length=32, layers=2, width=32, heads=4, vocabulary=64),
         "blocks",
         0,
     ),

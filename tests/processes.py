@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Importing these takes longer than most of what tests do in such processes.
-_PRELOADED = ["torch._dynamo", "torch.distributed", "lowtide.runtime.fitting.fit"]
+_PRELOADED = [
+    "torch._dynamo.backends.debugging",
+    "torch.distributed",
+    "lowtide.runtime.fitting.fit",
+    "lowtide.strategies.rotor",
+]
 
 
 def run_two(target: Callable[[int, str], None], folder: Path, seconds: float = 600) -> None:

@@ -227,7 +227,7 @@ def test_equal_schedules_are_run_once(small):
 
 @pytest.mark.slow
 def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "TINY", [("resnet18", 64, 4)])
+    monkeypatch.setattr(command, "TINY", [("resnet18", 48, 4)])
     command.main(["--tiny", "--device", "cpu", "--output", str(tmp_path), "--alphas", "0.5"])
     values = written(tmp_path)
     points = [Point(**point) for point in values["points"]]

@@ -75,7 +75,8 @@ def test_what_a_step_takes_beyond_its_budget_is_a_result():
 
 
 @pytest.mark.slow
-def test_a_run_in_small_and_what_it_writes(tmp_path):
+def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "TINY", [("resnet18", 32, 2)])
     given = ["--tiny", "--device", "cpu", "--output", str(tmp_path), "--budgets", "2", "--segments", "1"]
     command.main(given)
     path = tmp_path / "rotor-tiny-cpu.json"

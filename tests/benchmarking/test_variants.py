@@ -27,7 +27,7 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
     mix = next(row for row in rows if row.way.startswith("mix within"))
     assert "budget 0.4" in mix.note
     assert mix.peak_bytes <= mix.budget_bytes
-    assert "blocks.0 (x 4): as it is" in (tmp_path / "variants-tiny-cpu.md").read_text()
+    assert "blocks.0 (x 2): as it is" in (tmp_path / "variants-tiny-cpu.md").read_text()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def padded(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def model() -> Any:
     torch.manual_seed(0)
-    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
@@ -81,6 +82,7 @@ def test_the_numbers_are_those_of_plain_training(settings: dict[str, Any], tmp_p
     assert attached_plan(found.model) is None, "when training ends, the model is as it was"
 
 
+@functools.cache
 def budget() -> int:
     """Little enough that something is recomputed."""
     batch = {name: torch.zeros(2, 24, dtype=torch.long) for name in ("input_ids", "labels")}

@@ -14,8 +14,8 @@ import pytest
 import torch
 from benchmarks.gradient_check import check_gradients
 from tests.runtime import schedules
-from tests.runtime.awkward.table import ROWS, Awkward
-from tests.runtime.training import Numbers, assert_equal, generator_states, seed_all, train
+from tests.runtime.awkward.table import ROWS, Awkward, plainly
+from tests.runtime.training import Numbers, assert_equal, generator_states, seed_all
 from torch import nn
 
 import lowtide
@@ -135,7 +135,7 @@ def test_training_is_equal(row: Awkward, kind: str) -> None:
         assert attributes_of(model) == attributes
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.loop is train], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.loop is plainly], ids=lambda row: row.name)
 def test_accumulated_gradients_and_a_forward_without_backward(row: Awkward) -> None:
     inputs, found = row.inputs()[:4], []
     split = split_of(row)
@@ -144,7 +144,7 @@ def test_accumulated_gradients_and_a_forward_without_backward(row: Awkward) -> N
         for model in (planned, unplanned):
             seed_all(5)
             model(inputs[-1])
-            found.append((train(model, inputs, micro_batches=2), attributes_of(model)))
+            found.append((plainly(model, inputs, micro_batches=2), attributes_of(model)))
     assert_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     parts = [weakref.ref(module) for module in planned.modules()]

@@ -37,9 +37,10 @@ def train(
     input_grads: bool = True,
     seed: int = 5,
     lr: float = 1e-2,
+    fused: bool = False,
 ) -> Numbers:
     """Every number of the steps, by name."""
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr, fused=fused)
     seed_all(seed)
     numbers: Numbers = {}
     for index, batch in enumerate(inputs):

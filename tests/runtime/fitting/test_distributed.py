@@ -12,7 +12,7 @@ from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.compile.compiled import CompiledLayer
 from lowtide.runtime.model.call_site import layers_of
 
-WIDTH, DEPTH = 16, 4
+WIDTH, DEPTH = 16, 3
 
 
 def make() -> nn.Sequential:

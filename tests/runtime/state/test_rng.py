@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -19,6 +20,7 @@ from torch import nn
 import lowtide
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.plan.attach import split_for
+from lowtide.runtime.state import rng
 from lowtide.runtime.state.rng import Source
 
 
@@ -413,3 +415,37 @@ def test_every_draw_from_a_generator_of_torch_is_seen(of, draw):
         assert before == generator.get_state().numpy().tobytes()
         draw(generator)
         assert after == generator.get_state().numpy().tobytes()
+
+
+def test_every_draw_from_a_generator_of_numpys_is_seen():
+    generator = numpy.random.RandomState(3)
+    source = Source.of(generator)
+
+    changes = [
+        generator.random_sample,
+        generator.standard_normal,
+        generator.standard_normal,  # the one that was kept: its bits do not move
+        generator.standard_normal,
+        partial(generator.seed, 3),
+        partial(generator.set_state, numpy.random.RandomState(4).get_state()),
+    ]
+    for change in changes:
+        before = source.state()
+        assert source.state() is before
+        change()
+        assert source.state() is not before
+        source.set(before)
+        assert str(generator.get_state(legacy=False)) == str(before)
+        change()
+
+
+def test_draws_from_other_bits_that_numpy_was_given_are_seen():
+    bits = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.MT19937(5))
+        for _ in range(2):
+            before = rng._NUMPY.state()
+            numpy.random.random()
+            assert rng._NUMPY.state() is not before
+    finally:
+        numpy.random.set_bit_generator(bits)

@@ -12,12 +12,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -103,6 +105,8 @@ class Observation:
     """Submodules that got a key-value cache."""
     cached: str = ""
     """A parametrisation that was computed inside `parametrize.cached()`."""
+    shows_values: bool = False
+    """Whether Python was given a number, or a size, that depends on what tensors hold."""
     hidden: list[Memory] = field(default_factory=list)
     """What was read in calls that were not given it."""
 
@@ -143,6 +147,7 @@ def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = 
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack))
         stack.enter_context(watcher)
+        stack.enter_context(_ReadsWatcher(watcher.observation))
         output = _result(model, sample)
         if loss is not None:
             output = _loss(loss, output)
@@ -150,9 +155,9 @@ def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = 
     return watcher.observation
 
 
-# Of forwards that draw random numbers so many are tried: all, where they are not of one kind (LayerDrop, stochastic
-# depth); the first ones, where these are. Of five layers that are left out with a probability of 0.4 all are called in
-# one of 13 forwards.
+# Of forwards whose path random numbers may decide so many are tried: all, where they are not of one kind (LayerDrop,
+# stochastic depth); the first ones, where these are. Of five layers that are left out with a probability of 0.4 all are
+# called in one of 13 forwards.
 _MOST_DRAWS = 48
 _FEW_DRAWS = 8
 
@@ -165,12 +170,17 @@ def draw_the_fullest(model: nn.Module, sample: Sample) -> None:
     """
     generators = Generators.of(model)
     found: list[tuple[int, State]] = []
+    shows_values = False
     with preserved(model):
         while len(found) < _MOST_DRAWS:
             before, num_nodes = generators.state(), _get_sequence_nr()
-            _run_unsaved(model, sample) if found else watch(model, sample)
+            if found:
+                _run_unsaved(model, sample)
+            else:
+                shows_values = watch(model, sample).shows_values
             found.append((_get_sequence_nr() - num_nodes, before))
-            is_random = generators.drawn_since(before)
+            # What torch draws decides nothing as long as it stays in tensors, as that of dropout does.
+            is_random = generators.drawn_since(before) if shows_values else generators.drawn_beside_torch_since(before)
             if not is_random or (len(found) == _FEW_DRAWS and len({num for num, _ in found}) == 1):
                 return
     generators.set(max(found, key=lambda entry: entry[0])[1])
@@ -234,6 +244,30 @@ def _unpack(_: Any) -> torch.Tensor:
     )
 
 
+@cache
+def _shows_values(func: Any) -> bool:
+    """Whether Python learns from an operation's result, or its shape, what its arguments hold."""
+    return not _SHOWING.isdisjoint(getattr(func, "tags", ()))
+
+
+_SHOWING = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class _ReadsWatcher(TorchFunctionMode):
+    """Notices what reads a tensor's memory without an operation."""
+
+    def __init__(self, observation: Observation) -> None:
+        super().__init__()
+        self._observation = observation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._observation.shows_values |= getattr(func, "__name__", "") in _READING
+        return func(*args, **(kwargs or {}))
+
+
+_READING = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
+
+
 class _Watcher(TorchDispatchMode):
     """Keeps the clock and the books."""
 
@@ -273,6 +307,7 @@ class _Watcher(TorchDispatchMode):
             for memory in self._see(tensor, "made"):
                 self._check_write(memory)  # beforehand: what is refused is left as it is
         self.observation.operations.append((self._clock, signature_of(func, args, kwargs)))
+        self.observation.shows_values |= _shows_values(func)
         out = func(*args, **kwargs)
         role = "cast" if is_weight_cast(func, args) else "made"
         for value in tree_iter(out):

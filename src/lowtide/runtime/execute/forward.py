@@ -142,7 +142,6 @@ class ExecutedForward(StagedForward):
             assert self.tape is not None
             self._random = run.random_after = self.machine.generators.state()
             run.random = self._before
-            self.machine.generators.learn(run.random, run.random_after)
             self.machine.note_generators(k, are_set=self.tape.sets_generators)
             self.step.check_written(k)
         elif self.step.program.taped:  # else everything is stored, and autograd itself looks at what was changed

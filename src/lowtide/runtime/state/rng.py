@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import string_at
-from functools import partial
+from functools import cache, partial
 from operator import methodcaller
 from typing import Any
 
@@ -26,8 +26,7 @@ class Source:
     Args:
         get: reads its state.
         set: sets it.
-        glance: tells in much less time than `get` whether it has moved; None: nothing does.
-        sees_all: whether `glance` sees every draw; else it serves until somebody is seen to draw in a stage.
+        glance: tells in much less time than `get` whether it has moved; None, or where it gives None: nothing does.
     """
 
     def __init__(
@@ -35,13 +34,10 @@ class Source:
         get: Callable[[], Any],
         set: Callable[[Any], object],  # noqa: A002
         glance: Glance | None = None,
-        *,
-        sees_all: bool = True,
     ) -> None:
         self._get = get
         self._set = set
         self._glance = glance
-        self._sees_all = sees_all
         self._seen: Any = None
         self._state: Any = None
 
@@ -56,7 +52,7 @@ class Source:
             bits = value.bit_generator
             return cls(lambda: bits.state, lambda state: setattr(bits, "state", state))
         if isinstance(value, numpy.random.RandomState):
-            return cls(partial(value.get_state, legacy=False), value.set_state)
+            return cls(partial(value.get_state, legacy=False), value.set_state, _glance_at_numpy(value))
         return None
 
     def state(self) -> Any:
@@ -69,11 +65,6 @@ class Source:
             state = self._state
         self._seen, self._state = seen, state
         return state
-
-    def is_drawn_from(self) -> None:
-        """A stage draws from it."""
-        if not self._sees_all:
-            self._glance = None
 
     def set(self, state: Any) -> None:
         """Make it give again what it was about to give."""
@@ -103,14 +94,27 @@ def _glance_at_python(generator: random.Random) -> Glance | None:
     return lambda: (memory.raw, generator.gauss_next)  # type: ignore[attr-defined]
 
 
-def _glance_at_numpy() -> Glance | None:
-    """The same of numpy's; the normal number that it keeps for the next time is not seen."""
-    bits = numpy.random.mtrand._rand._bit_generator
-    start, state = bits.ctypes.state_address, bits.state["state"]
-    words, position = _memory_at(start, 12), _memory_at(start + state["key"].nbytes, 4)
-    if words.raw + position.raw != struct.pack("IIIi", *state["key"][:3], state["pos"]):
+def _glance_at_numpy(generator: numpy.random.RandomState) -> Glance | None:
+    """The same of numpy's; the normal number that it keeps for the next time stands in the object itself."""
+    bits = generator._bit_generator
+    if not isinstance(bits, numpy.random.MT19937):
         return None
-    return lambda: (words.raw, position.raw)
+    start, state = bits.ctypes.state_address, bits.state["state"]
+    words, position, own = _memory_at(start, 12), _memory_at(start + state["key"].nbytes, 4), _memory_of(generator)
+    if words.raw + position.raw != struct.pack("IIIi", *state["key"][:3], state["pos"]) or not _shows_normal_numbers():
+        return None
+    # Somebody may give it other bits, which these addresses do not show.
+    return lambda: (words.raw, position.raw, own.raw) if generator._bit_generator is bits else None
+
+
+@cache
+def _shows_normal_numbers() -> bool:
+    """Whether the memory of a generator of numpy's shows that it keeps a normal number."""
+    probe = numpy.random.RandomState(0)
+    memory = _memory_of(probe)
+    before = memory.raw
+    probe.standard_normal()
+    return bool(memory.raw != before)
 
 
 def _glance_at_torch(generator: torch.Generator) -> Glance | None:
@@ -131,9 +135,14 @@ def _memory_at(address: int, num_bytes: int) -> Any:
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
+def _memory_of(value: object) -> Any:
+    """That of an object, without what every object has."""
+    return _memory_at(id(value) + object.__basicsize__, type(value).__basicsize__ - object.__basicsize__)
+
+
 _PYTHON = Source(random.getstate, random.setstate, _glance_at_python(random._inst))
 _NUMPY = Source(
-    partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(), sees_all=False
+    partial(numpy.random.get_state, legacy=False), numpy.random.set_state, _glance_at_numpy(numpy.random.mtrand._rand)
 )
 
 _seed_of = methodcaller("initial_seed")
@@ -184,15 +193,14 @@ class Generators:
     def _seeds(self) -> list[int]:
         return list(map(_seed_of, self._torch))
 
-    def learn(self, before: State, after: State) -> None:
-        """Note from which of them a stage has drawn."""
-        for source, one, two in zip(self._sources, before.values, after.values, strict=True):
-            if one is not two:
-                source.is_drawn_from()
-
     def drawn_since(self, before: State) -> bool:
         """Whether any of them was used since a state."""
         return self.state() != before
+
+    def drawn_beside_torch_since(self, before: State) -> bool:
+        """Whether any was used since a state that is not torch's."""
+        start = len(self._torch)
+        return not all(map(_is_same, self.state().values[start:], before.values[start:]))
 
     def drawn_on_host_since(self, before: State) -> bool:
         """Whether any was used since a state but the device's own, whose numbers kernels make."""
