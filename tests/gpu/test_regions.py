@@ -153,7 +153,6 @@ def test_images_enter_blocks_in_the_faster_layout():
         decided = [note for note in plan.notes if "images" in note]
         assert len(decided) == 1, plan.notes
         assert "fails" not in decided[0]
-        assert "differ" not in decided[0]
         assert plan.stats().measured_peak_bytes <= 2**33
     expected = run(plain, batch)
     assert all(torch.allclose(found[name], expected[name], rtol=1e-7, atol=1e-7) for name in expected)
