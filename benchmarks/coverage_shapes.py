@@ -529,6 +529,46 @@ class ReportingBlocks(nn.Module):
         return self.head(x).square().mean() + torch.stack(reported).sum()
 
 
+class Board:
+    """What blocks share."""
+
+    left: torch.Tensor
+
+
+class BoardBlock(nn.Module):
+    """Reads, in its own forward, what the block before it has left on a board, and leaves something of its own."""
+
+    def __init__(self, width: int, board: Board) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gate, self.board = nn.Linear(width, width), board
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(self.gate(self.board.left))
+        x = x + gate * self.down(functional.gelu(self.up(self.norm(x))))
+        self.board.left = torch.tanh(x)
+        return x
+
+
+class BoardBlocks(nn.Module):
+    """Blocks that hand on a second stream in an object that all of them have."""
+
+    def __init__(self, width: int = 32, num_layers: int = 8) -> None:
+        super().__init__()
+        self.board = Board()
+        self.stem = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(BoardBlock(width, self.board) for _ in range(num_layers))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        self.board.left = x
+        for block in self.blocks:
+            x = block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
 def image(make: Callable[[], nn.Module], *, batch: int = 2, size: int = 64) -> Callable[[], Made]:
     return lambda: (make(), torch.randn(batch, 3, size, size))
 
@@ -553,6 +593,7 @@ FAMILIES: dict[str, Callable[[], Made]] = {
     "experts-routed": lambda: (RoutedExperts(), torch.randint(0, 64, (4, 32))),
     "losses-in-attributes": lambda: (LossyBlocks(), torch.randn(64, 16)),
     "losses-in-closures": lambda: (ReportingBlocks(), torch.randn(64, 16)),
+    "shared-object": lambda: (BoardBlocks(), torch.randn(64, 16)),
     "long-sequences": image(LongSequences, size=32),
     "repeated-block": lambda: (RepeatedBlock(), torch.randint(0, 64, (4, 32))),
     "encoder-decoder": lambda: (Translator(), (torch.randint(0, 64, (4, 24)), torch.randint(0, 64, (4, 32)))),

@@ -69,7 +69,8 @@ def test_networks_whose_values_skip_stages_are_cut_finely(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["experts-routed", "losses-in-closures", "long-sequences", "repeated-block", "encoder-decoder"]
+    "name",
+    ["experts-routed", "losses-in-closures", "shared-object", "long-sequences", "repeated-block", "encoder-decoder"],
 )
 def test_no_stage_of_a_network_of_another_shape_is_large(name: str) -> None:
     model, sample = FAMILIES[name]()

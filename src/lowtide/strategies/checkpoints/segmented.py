@@ -7,6 +7,7 @@ which saves everything. Going back, each segment is run once more, saving everyt
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -45,14 +46,16 @@ def segmentation(chain: Chain, costs: Costs, starts: Starts) -> Segmentation:
 def fastest_that_fits(problem: Problem, strategy: str, cuts: Iterable[Starts]) -> Answer:
     """The fastest way to cut the chain within the budget; among equals, the one with the lowest peak.
 
-    Their times are known at once, and their peaks only by simulation: those that are of no use are not simulated.
+    Their times are known at once. Where other values have to be simulated to know their peaks, those that are of no use
+    are passed over.
 
     Raises:
         InfeasibleBudgetError: with the least peak of all of them.
         NotFasterError: where none is that is faster than the problem asks for.
     """
     candidates = _candidates(problem, cuts)
-    useful = [each for each in candidates if each.seconds <= problem.faster_than]
+    limit = problem.faster_than if problem.chain.has_other_values else math.inf
+    useful = [each for each in candidates if each.seconds <= limit]
     possible = [each for each in useful if each.peak_bytes <= problem.memory_budget]
     possible.sort(key=lambda candidate: candidate.seconds)
     for _, equals in itertools.groupby(possible, key=lambda candidate: candidate.seconds):
