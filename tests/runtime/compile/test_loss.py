@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -202,6 +203,18 @@ def test_scores_that_are_converted_first_are_recomputed_as_they_were(build):
             assert_equal(train(model, texts()), expected)
     assert functions_of(model)[F.cross_entropy].is_used
     compiled.remove()
+
+
+def test_scores_from_before_a_conversion_live_no_longer_for_it():
+    loss = compiled_loss.CompiledLoss(F.cross_entropy)
+    scores = torch.zeros(4, WORDS, dtype=torch.bfloat16)
+    converted = scores.float()
+    loss.note_conversion(scores, converted)
+    assert loss.instead((converted, None))[1][0] is scores
+    alive = weakref.ref(scores)
+    del scores
+    assert alive() is None
+    assert loss.instead((converted, None)) == (loss, (converted, None))
 
 
 def test_a_small_loss_is_left_alone_and_nothing_looks_for_it(monkeypatch, tmp_path):
