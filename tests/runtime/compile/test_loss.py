@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def turned(scores, target):
     return F.cross_entropy(square.t(), target[:WORDS])
 
 
+class TwoHeads(Language):
+    """Converts scores before it calls another submodule, and computes the loss after it."""
+
+    def forward(self, words):
+        x = self.words(words)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        scores = self.head(x)
+        converted = scores.float()
+        x = self.blocks[-1](x)
+        following = words.roll(-1, 1).flatten()
+        return F.cross_entropy(converted.flatten(0, 1), following) + x.square().mean()
+
+
 @pytest.mark.parametrize("loss", [converting, doubled, doubled_before, of_some, turned])
 def test_scores_that_are_converted_first_give_the_same_loss(loss):
     model, plain = Language(loss).bfloat16(), Language(loss).bfloat16()
@@ -172,22 +187,34 @@ def test_scores_that_are_converted_first_are_saved_as_they_were():
     assert types == {torch.bfloat16}
 
 
-def test_converted_scores_of_any_schedule_are_those_of_conversion_and_loss_compiled_together():
-    def compiled_by_hand(scores, target):
-        return F.cross_entropy(scores.float(), target)
-
-    by_hand = Language(torch.compile(compiled_by_hand, backend=PARTITIONED)).bfloat16()
-    for block in by_hand.blocks:
-        block.compile(backend=PARTITIONED)
-    expected = train(by_hand, texts())
-    model = Language(converting).bfloat16()
+@pytest.mark.parametrize("build", [lambda: Language(converting), TwoHeads], ids=["at once", "a stage later"])
+def test_scores_that_are_converted_first_are_recomputed_as_they_were(build):
+    plain = build().bfloat16()
+    for block in plain.blocks:
+        block.compile(backend=EXACT, dynamic=False)
+    expected = train(plain, texts())
+    model = build().bfloat16()
     split = capture(model, texts()[0], blocks=True)
-    compiled = CompiledStages(model, split, {"backend": PARTITIONED})
-    for seed in range(6):
-        model.load_state_dict(Language().bfloat16().state_dict())
-        with attach(model, random_schedule(split.num_stages, seed, moves=0.0), split=split, strict=seed == 0):
+    compiled = CompiledStages(model, split, {"backend": EXACT, "dynamic": False})
+    for seed in range(8):
+        model.load_state_dict(build().bfloat16().state_dict())
+        moves = 0.4 * (seed % 2)
+        with attach(model, random_schedule(split.num_stages, seed, moves=moves), split=split, strict=seed == 0):
             assert_equal(train(model, texts()), expected)
+    assert functions_of(model)[F.cross_entropy].is_used
     compiled.remove()
+
+
+def test_scores_from_before_a_conversion_live_no_longer_for_it():
+    loss = compiled_loss.CompiledLoss(F.cross_entropy)
+    scores = torch.zeros(4, WORDS, dtype=torch.bfloat16)
+    converted = scores.float()
+    loss.note_conversion(scores, converted)
+    assert loss.instead((converted, None))[1][0] is scores
+    alive = weakref.ref(scores)
+    del scores
+    assert alive() is None
+    assert loss.instead((converted, None)) == (loss, (converted, None))
 
 
 def test_a_small_loss_is_left_alone_and_nothing_looks_for_it(monkeypatch, tmp_path):

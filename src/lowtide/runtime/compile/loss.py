@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 _WORTH_BYTES = 64 * 2**20
 
 _SHORT = (torch.bfloat16, torch.float16)
-_CONVERSIONS = (torch.Tensor.float, torch.Tensor.to)
 
-Functions = Mapping[Callable[..., Any], Callable[..., Any]]
+CONVERSIONS = (torch.Tensor.float, torch.Tensor.to)
+"""The functions of torch whose results a loss is told of."""
+
+Functions = Mapping[Callable[..., Any], "CompiledLoss"]
 """What is called between submodules instead of torch functions."""
 
 _FUNCTIONS: weakref.WeakKeyDictionary[nn.Module, Functions] = weakref.WeakKeyDictionary()
@@ -52,45 +53,59 @@ class CompiledLoss:
         """
         self.is_used = False
         """Whether it was called, with scores that are worth it."""
-        self._converted = WeakIdKeyDictionary()  # what scores were before, and their versions then
+        self._converted = WeakIdKeyDictionary()  # what tensors were before, and the versions of both then
 
     def __call__(self, scores: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """The loss; arguments as `F.cross_entropy` hands its own to a mode: the scores first, by position."""
-        if not self.always and scores.nbytes < _WORTH_BYTES:
+        if not self._is_worth(scores):
             return F.cross_entropy(scores, *args, **kwargs)
+        return self.of_converted(scores, scores.shape, scores.dtype, *args, **kwargs)
+
+    def of_converted(
+        self, scores: torch.Tensor, shape: torch.Size, dtype: torch.dtype, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The loss of scores of another shape and type, which are converted first."""
         self.is_used = True
         try:
-            return self._compiled(self._before(scores), scores.dtype, *args, **kwargs)
+            return self._compiled(scores.view(shape), dtype, *args, **kwargs)
         except Exception:
-            with torch.no_grad():
-                F.cross_entropy(scores, *args, **kwargs)  # of wrong arguments a compiler gives another kind of error
+            with torch.no_grad():  # of wrong arguments a compiler gives another kind of error
+                F.cross_entropy(scores.view(shape).to(dtype), *args, **kwargs)
             raise
 
-    def convert(self, function: Callable[..., Any], tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """`Tensor.float` or `Tensor.to`, and remember what was converted as long as the result lives."""
-        result = function(tensor, *args, **kwargs)
-        if result is not tensor and result.dtype is torch.float32 and tensor.dtype in _SHORT:
-            self._converted[result] = tensor, tensor._version, result._version
-        return result
+    def instead(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """What to call for a call of `F.cross_entropy`: where its scores were converted, with those from before."""
+        scores, *rest = args
+        before = self._before(scores) if self._is_worth(scores) else None
+        if before is None:
+            return self, args
+        return self.of_converted, (before, scores.shape, scores.dtype, *rest)
 
-    def _before(self, scores: torch.Tensor) -> torch.Tensor:
+    def note_conversion(self, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        """`Tensor.float` or `Tensor.to` was called."""
+        if result is not tensor and result.dtype is torch.float32 and tensor.dtype in _SHORT:
+            self._converted[result] = weakref.ref(tensor), tensor._version, result._version
+
+    def _is_worth(self, scores: torch.Tensor) -> bool:
+        return self.always or scores.nbytes >= _WORTH_BYTES
+
+    def _before(self, scores: torch.Tensor) -> torch.Tensor | None:
         """The scores before they were converted, where they are all of them, and unchanged."""
         whole = scores if scores._base is None else scores._base
-        tensor, *versions = self._converted.get(whole, (None,))
+        found, *versions = self._converted.get(whole, (None,))
+        tensor = None if found is None else found()
         if tensor is None or versions != [tensor._version, whole._version] or tensor.device != scores.device:
-            return scores
+            return None
         are_all = scores.shape.numel() == whole.shape.numel() and scores.storage_offset() == whole.storage_offset()
-        is_even = all(each.is_contiguous() for each in (tensor, whole, scores))
-        return tensor.view(scores.shape) if are_all and is_even else scores
+        return tensor if are_all and all(each.is_contiguous() for each in (tensor, whole, scores)) else None
 
     def install(self, model: nn.Module) -> None:
         """Use it in the forward of a model that runs in stages."""
-        conversions = {each: update_wrapper(partial(self.convert, each), each) for each in _CONVERSIONS}
-        _FUNCTIONS[model] = {F.cross_entropy: self, **conversions}
+        _FUNCTIONS[model] = {F.cross_entropy: self}
 
     def remove(self, model: nn.Module) -> None:
         """Use `F.cross_entropy` itself again."""
-        if functions_of(model).get(F.cross_entropy) is self:
+        if self in functions_of(model).values():
             del _FUNCTIONS[model]
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lowtide.errors import ExecutionError
 from lowtide.runtime.compile.cutting import NoRegionsError
-from lowtide.runtime.compile.loss import Functions
+from lowtide.runtime.compile.loss import CONVERSIONS, Functions
 from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_handed_to
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.functions import functions_handed_to
@@ -346,6 +346,11 @@ class GlueMode(TorchFunctionMode):
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             # The iterator hides its tensors; these are the ones that it would give.
             return iter(forward.invoke("unbind", torch.Tensor.unbind, (args[0], 0), {}))
-        if forward.functions:
-            func = forward.functions.get(func, func)
-        return forward.invoke(getattr(func, "__name__", str(func)), func, args, kwargs or {})
+        name, call = getattr(func, "__name__", str(func)), func
+        if forward.functions and func in forward.functions:
+            call, args = forward.functions[func].instead(args)  # so that a recording has what is read
+        result = forward.invoke(name, call, args, kwargs or {})
+        if forward.functions and func in CONVERSIONS:
+            for each in forward.functions.values():
+                each.note_conversion(args[0], result)
+        return result
