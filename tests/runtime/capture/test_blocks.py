@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tests.runtime.awkward import shared
 from tests.runtime.awkward import structure as awkward
 from torch import nn
 
@@ -51,3 +52,34 @@ def test_a_list_of_single_layers_has_no_blocks() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
     x = torch.randn(4, 8)
     assert names(nn.Sequential(*layers), x) == [stage.name for stage in capture(nn.Sequential(*layers), x).stages]
+
+
+class Masked(nn.Module):
+    """Multiplies by a mask that it finds in an object."""
+
+    def __init__(self, board: shared.Board) -> None:
+        super().__init__()
+        self.inner, self.board = awkward.Residual(), board
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.board.mask
+
+
+class Masking(nn.Module):
+    """Leaves a mask in an object that all blocks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.board, self.start = shared.Board(), nn.Linear(8, awkward.WIDTH)
+        self.blocks = nn.ModuleList(Masked(self.board) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.board.mask = (x[:, :1] > 0).float()
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_that_find_a_mask_in_an_object_stay_whole() -> None:
+    assert [f"blocks.{k}" for k in range(3)] == names(Masking(), torch.randn(4, 8))[1:]

@@ -90,7 +90,9 @@ def capture(
     if blocks:
         closed |= whole_blocks(model, observation)
     if stages is None:
-        cuts = choose(observation, possible_cuts(observation, closed))
+        for call in observation.calls:
+            call.opaque |= call.path in closed
+        cuts = choose(observation, possible_cuts(observation))
     else:
         cuts = _by_hand(model, observation, stages)
     cuts, units, trailing = settle(observation, cuts)

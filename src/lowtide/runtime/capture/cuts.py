@@ -111,13 +111,10 @@ class _Sums:
         return self._sums[bisect.bisect_left(self._ticks, end)] - self._sums[bisect.bisect_left(self._ticks, start)]
 
 
-def possible_cuts(observation: Observation, closed: frozenset[str] = frozenset()) -> list[Cut]:
+def possible_cuts(observation: Observation) -> list[Cut]:
     """All possible cuts, in order; of those with no operation between them the one that opens the fewest calls."""
     return [
-        cut
-        for cut in nearest_cuts(observation, _boundaries(observation, closed))
-        if reason_against(observation, cut) is None
-        and closed.isdisjoint(observation.calls[index].path for index in opened_by(observation, cut))
+        cut for cut in nearest_cuts(observation, _boundaries(observation)) if reason_against(observation, cut) is None
     ]
 
 
@@ -133,11 +130,11 @@ def nearest_cuts(observation: Observation, boundaries: Sequence[tuple[int, int, 
     return _with_crossings(observation, [groups[place] for place in sorted(groups)])
 
 
-def _boundaries(observation: Observation, closed: frozenset[str]) -> list[tuple[int, int, bool]]:
+def _boundaries(observation: Observation) -> list[tuple[int, int, bool]]:
     found = []
     for call in observation.calls:
         around = [observation.calls[index] for index in observation.around(call.parent)]
-        if not around or any(other.opaque or other.path in closed for other in around):
+        if not around or any(other.opaque for other in around):
             continue
         found.append((call.entered, call.index, True))
         found.append((call.left + 1, call.index, False))
@@ -188,15 +185,23 @@ def reason_against(observation: Observation, cut: Cut) -> str | None:
 def opened_by(observation: Observation, cut: Cut) -> set[int]:
     """The calls that are opened for a cut besides those around it, so that it can be seen what crosses where it is
     made, and what is made by code that is opened, or crosses, where it is read by calls that are not given it.
+
+    Where no gradient flows through it (a mask) and the call cannot be opened, it need not be: a recomputation finds it
+    where it was when the stage began.
     """
-    opened: set[int] = set()
+    calls, opened = observation.calls, set[int]()
     for serial in cut.crossing:
         ended = _ended_before(observation, observation.memories[serial].maker, cut.position)
         opened.update((_opened_to_show(observation, serial, ended) or ()) if ended else ())
-    glue = {*opened, *observation.around(observation.calls[cut.call].parent)}
+    glue = {*opened, *observation.around(calls[cut.call].parent)}
     while True:
         shown = [memory for memory in observation.hidden if memory.maker in glue or memory.serial in cut.crossing]
-        inside = {index for memory in shown for index in memory.hidden_in if observation.calls[index].parent in glue}
+        inside = {
+            index
+            for memory in shown
+            for index in memory.hidden_in
+            if calls[index].parent in glue and (memory.differentiable or not calls[index].opaque)
+        }
         if inside <= glue:
             return opened
         opened |= inside

@@ -48,7 +48,7 @@ class SubmoduleCall:
     """The index of the call around it; -1 for the model itself."""
     depth: int
     opaque: bool
-    """Nothing inside can be a unit of its own: compiled code, or a `whole`."""
+    """Nothing inside can be a unit of its own: compiled code, a `whole`, or what is not to be cut inside."""
     entered: int
     left: int = NEVER
     inputs: set[int] = field(default_factory=set)
