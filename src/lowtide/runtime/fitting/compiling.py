@@ -142,9 +142,9 @@ class CompiledPlanning:
     @cached_property
     def _copies_images(self) -> bool:
         """Whether compiled blocks would copy the images that they read."""
-        has_any = any(isinstance(module, nn.Conv2d) for module in self._model.modules())
-        options, images = self._compilation.options, self._sample.tensors()
-        return has_any and copies_images(self._model, self._blocks, options, images)
+        if not any(isinstance(module, nn.Conv2d) for module in self._model.modules()):
+            return False
+        return copies_images(self._model, self._blocks, self._compilation.options, self._sample.tensors())
 
     def _settle_layout(self, budgets: tuple[float, ...]) -> None:
         """Let images enter blocks with channels last, if blocks would copy them and trial steps are faster so.
