@@ -15,7 +15,7 @@ import lowtide
 from lowtide.errors import InfeasibleBudgetError, PlanError
 from lowtide.runtime.meter import Meter
 
-WIDTH, ROWS = 128, 16
+WIDTH, ROWS, DEPTH = 128, 16, 3
 LINK = "2GB/s"
 
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.blocks = nn.Linear(WIDTH, WIDTH, bias=False), nn.Sequential(*(Block() for _ in range(4)))
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH, bias=False), nn.Sequential(*(Block() for _ in range(DEPTH)))
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
 
@@ -45,7 +45,7 @@ class Reading(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = 0.5 if float(x.detach().numpy().mean()) > 100 else 1.0
@@ -53,7 +53,7 @@ class Reading(nn.Module):
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(*(Block() for _ in range(DEPTH)))
 
 
 def square(y: torch.Tensor) -> torch.Tensor:
