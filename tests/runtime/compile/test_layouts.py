@@ -17,6 +17,7 @@ from lowtide import Schedule
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function
 from lowtide.runtime.compile.layouts import ChannelsLast
+from lowtide.runtime.compile.regions import regions_of
 from lowtide.runtime.fitting import compiling, layouts, trials
 from lowtide.runtime.measure import variants
 from lowtide.runtime.measure.measure import measure_split
@@ -179,6 +180,14 @@ def test_images_enter_with_channels_last_where_steps_are_faster_so(tmp_path) -> 
     Network()(other).backward()
     torch.testing.assert_close(given.grad, other.grad)
     assert given.grad.stride() == other.grad.stride()
+
+
+@pytest.mark.usefixtures("trial")
+def test_blocks_are_not_tried_beside_the_whole_model_which_converts_images_once() -> None:
+    backend, model = Strides(), Network(depth=6)
+    with lowtide.fit(model, images(), memory_budget="1GiB", **OPTIONS, compile_stages={"backend": backend}):
+        assert regions_of(model) is not None
+        assert backend.have_channels_last == [False]  # one graph, which has them as they came
 
 
 @pytest.mark.usefixtures("trial")
