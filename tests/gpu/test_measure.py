@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmarks.gradient_check import check_gradients, plain_noise
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lowtide
 from lowtide import zoo
@@ -59,12 +60,14 @@ def test_autograd_holds_nothing_after_waiting() -> None:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_of_stages_run_again(name: str) -> None:
+    """Other kernels of attention add in no fixed order: one of 60 plain steps differed, beside other processes."""
     torch.backends.cudnn.deterministic = True
     try:
-        model, sample = zoo.make(name, device="cuda", **NETWORKS[name])
-        split = capture(model, sample)
-        check = check_gradients(model, split, sample)
-        assert check.equal or check.largest_difference <= 10 * plain_noise(model, split, sample)
+        with sdpa_kernel(SDPBackend.MATH):
+            model, sample = zoo.make(name, device="cuda", **NETWORKS[name])
+            split = capture(model, sample)
+            check = check_gradients(model, split, sample)
+            assert check.equal or check.largest_difference <= 10 * plain_noise(model, split, sample)
     finally:
         torch.backends.cudnn.deterministic = False
 
