@@ -71,39 +71,49 @@ class Nested:
         self.saves_ahead = saves_ahead
         self.variants = variants
         self.seconds_of = functools.cache(self._seconds)
+        grads = [0 if chain.grads_resident else stage.weight_grad_bytes for stage in chain.stages]
+        # beside[t]: what stands beside all stages up to t; made[s]: what the backward of s makes
+        self.beside = [chain.gradient_bytes(t) + sum(grads[t:]) for t in range(chain.num_stages + 1)]
+        self.made = [0, *(chain.gradient_bytes(k) + grads[k] for k in range(chain.num_stages))]
+        self.ways = [(), *(self._ways(k) for k in range(1, chain.num_stages + 1))]
+        self.passes = [(0, 0, 0.0), *((s.output_bytes, s.forward_extra_bytes, s.forward_seconds) for s in chain.stages)]
+        self.activations = [chain.activation_bytes(k) for k in range(chain.num_stages + 1)]
 
     def seconds(self, budget: int) -> float:
         """The least time within a budget, infinite where nothing fits."""
         return self.seconds_of(1, self.chain.num_stages, budget - self.chain.fixed_bytes - self.chain.input_bytes)
 
-    def _beside(self, t: int) -> int:
-        later = 0 if self.chain.grads_resident else sum(stage.weight_grad_bytes for stage in self.chain.stages[t:])
-        return self.chain.gradient_bytes(t) + later
+    def _ways(self, s: int) -> tuple[tuple[int, int, int, float, float], ...]:
+        """Of each way to save stage s: the bytes saved, those that its forward and all that its backward needs, and the
+        times of both where the forward is the first one and where it is not.
+        """
+        stage, ways = self.chain.stage(s), []
+        for v in range(stage.num_variants if self.variants else 1):
+            way = stage.variant(v)
+            backward = self.beside[s] + way.saved_bytes + self.made[s] + way.backward_extra_bytes - way.freed_bytes
+            forward = way.saved_bytes + way.saving_extra_bytes
+            seconds = (way.forward_seconds + way.backward_seconds, way.rerun_seconds + way.backward_seconds)
+            ways.append((way.saved_bytes, forward, backward, *seconds))
+        return tuple(ways)
 
     def _seconds(self, s: int, t: int, free: int) -> float:
         """The least time of s..t with `free` bytes, those of a[s-1] not among them."""
-        chain, stage = self.chain, self.chain.stage(s)
-        best = float("inf")
-        made = chain.gradient_bytes(s - 1) + (0 if chain.grads_resident else stage.weight_grad_bytes)
-        for v in range(stage.num_variants if self.variants else 1):
-            way = stage.variant(v)
-            fits_forward = self._beside(t) + way.saved_bytes + way.saving_extra_bytes <= free
-            fits_backward = (
-                self._beside(s) + way.saved_bytes + made + way.backward_extra_bytes - way.freed_bytes <= free
-            )
-            if fits_forward and fits_backward and (s == t or self.saves_ahead):
-                inner = self.seconds_of(s + 1, t, free - way.saved_bytes) if s < t else 0.0
-                # the forward that ends s..t comes after the backward of t + 1, where there is one
-                ends = s == t < chain.num_stages
-                best = min(best, (way.rerun_seconds if ends else way.forward_seconds) + inner + way.backward_seconds)
+        best, beside = float("inf"), self.beside[t]
+        # the forward that ends s..t comes after the backward of t + 1, where there is one
+        ends = s == t < self.chain.num_stages
+        if s == t or self.saves_ahead:
+            for saved, forward, backward, first, again in self.ways[s]:
+                if beside + forward <= free and backward <= free:
+                    inner = self.seconds_of(s + 1, t, free - saved) if s < t else 0.0
+                    best = min(best, (again if ends else first) + inner)
         ahead = 0.0
         for p in range(s + 1, t + 1):
-            before = chain.activation_bytes(p - 2) if p - 1 > s else 0
-            passed = chain.stage(p - 1)
-            if self._beside(t) + before + passed.output_bytes + passed.forward_extra_bytes > free:
+            before = self.activations[p - 2] if p - 1 > s else 0
+            output, extra, seconds = self.passes[p - 1]
+            if beside + before + output + extra > free:
                 break
-            ahead += passed.forward_seconds
-            later = self.seconds_of(p, t, free - passed.output_bytes)
+            ahead += seconds
+            later = self.seconds_of(p, t, free - output)
             best = min(best, ahead + later + self.seconds_of(s, p - 1, free))
         return best
 

@@ -48,7 +48,7 @@ class Language(nn.Module):
         self.halfway = halfway
         torch.manual_seed(0)
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4 if halfway else 2))
         self.loss, self.settings = loss, settings
 
     def forward(self, words):
@@ -102,7 +102,7 @@ def test_any_schedule_computes_what_the_compiled_parts_compute_by_themselves(hal
     split = capture(model, texts()[0], blocks=True)
     compiled = CompiledStages(model, split, {"backend": PARTITIONED})
     for seed in range(12):
-        model.load_state_dict(Language().state_dict())
+        model.load_state_dict(Language(halfway=halfway).state_dict())
         with attach(model, random_schedule(split.num_stages, seed, moves=0.0), split=split, strict=seed == 0):
             assert_equal(train(model, texts()), expected)
     compiled.remove()
@@ -121,7 +121,7 @@ def test_a_loss_halfway_is_compiled_in_stages_that_autograd_looks_after_alone():
         variants = dict.fromkeys(stages, 0) | {5: variant}
         forwards = [Forward(k, "all", variants[k]) for k in stages]
         schedule = Schedule("by hand", [*forwards, *(Backward(k) for k in reversed(stages))])
-        model.load_state_dict(Language().state_dict())
+        model.load_state_dict(Language(halfway=True).state_dict())
         with attach(model, dataclasses.replace(solution, schedule=schedule), split=split):
             found.append(train(model, texts()))
     compiled.remove()
