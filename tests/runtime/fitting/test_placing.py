@@ -142,11 +142,12 @@ def test_what_is_there_already_comes_along():
         assert_equal(train(model, optimizer), expected)
 
 
-def test_a_plan_file_for_a_model_that_is_on_the_cpu(tmp_path):
+@pytest.mark.parametrize("share", [2, 3])  # of the weights; with 3 of them, some stay on the device
+def test_a_plan_file_for_a_model_that_is_on_the_cpu(share, tmp_path):
     expected = train(*made(Tied))
     others = others_bytes()
     model, optimizer = made(Tied)
-    with fitted(model, others + 2 * weight_bytes(Tied), optimizer=optimizer) as plan:
+    with fitted(model, others + share * weight_bytes(Tied), optimizer=optimizer) as plan:
         plan.save(tmp_path / "plan.json")
     del plan, model, optimizer
     model, optimizer = made(Tied)

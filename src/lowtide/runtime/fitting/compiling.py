@@ -116,8 +116,9 @@ class CompiledPlanning:
             self._bound(num_compiled=0 if trials is None else 1)
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
         if whole is not None and (whole[0].rehearsed_peak_bytes or 0) <= settings.memory_budget:
-            # Blocks that would copy images are not faster: as one region the model converts them once.
-            beside = decides and self._repeats and not self._copies_images
+            beside = decides and self._repeats
+            # Where blocks would copy images, one region that converts them once is there already.
+            self._compilation = replace(self._compilation, channels_last=self._compilation.channels_last or False)
             return _faster(whole, partial(self._blocks_beside, whole[0])) if beside else whole
         if whole is not None:
             whole[1].remove()
@@ -139,13 +140,6 @@ class CompiledPlanning:
             lambda split: None, self._model, self._sample, stages=asked.stages, loss=asked.loss, blocks=True
         )[0]
 
-    @cached_property
-    def _copies_images(self) -> bool:
-        """Whether compiled blocks would copy the images that they read."""
-        if not any(isinstance(module, nn.Conv2d) for module in self._model.modules()):
-            return False
-        return copies_images(self._model, self._blocks, self._compilation.options, self._sample.tensors())
-
     def _settle_layout(self, budgets: tuple[float, ...]) -> None:
         """Let images enter blocks with channels last, if blocks would copy them and trial steps are faster so.
 
@@ -153,11 +147,13 @@ class CompiledPlanning:
             budgets: of the variants that will be compiled beside them.
         """
         asked, model, sample = self._compilation, self._model, self._sample
-        if asked.channels_last is not None or not self._copies_images:
+        if asked.channels_last is not None or not any(isinstance(module, nn.Conv2d) for module in model.modules()):
             return
-        options = replace(asked, budgets=budgets).options_for(model)
-        settings = replace(self._settings, compilation=replace(asked, options=options, budgets=(), regions=False))
-        is_so, self._layout_note = enters_with_channels_last(model, sample, settings, self._after, self._tier)
+        is_so = False
+        if copies_images(model, self._blocks, asked.options, sample.tensors()):
+            options = replace(asked, budgets=budgets).options_for(model)
+            settings = replace(self._settings, compilation=replace(asked, options=options, budgets=(), regions=False))
+            is_so, self._layout_note = enters_with_channels_last(model, sample, settings, self._after, self._tier)
         self._compilation = replace(asked, channels_last=is_so)
 
     def _planned_with(

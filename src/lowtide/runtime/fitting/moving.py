@@ -64,6 +64,7 @@ class Moving:
         state_bytes: the optimizer's state of each parameter, by its id.
         bandwidth: bytes per second each way while both are busy, which they mostly are.
         moves_activations: schedules may move activations, too.
+        placed: the values that are on the lower tier whatever a schedule does: weights that came from the CPU.
         solved: what was solved for while it was planned: most budgets are asked for more than once.
     """
 
@@ -75,6 +76,7 @@ class Moving:
     state_bytes: Mapping[int, int]
     bandwidth: int
     moves_activations: bool = True
+    placed: frozenset[Value] = frozenset()
     solved: dict[tuple[Chain, int, bool], Solution | int] = field(default_factory=dict, compare=False, repr=False)
 
     def with_chain(self, chain: Chain) -> Moving:
@@ -154,7 +156,8 @@ def moving_chain(model: nn.Module, split: Split, chain: Chain, settings: Setting
     found = replace(chain, base_bytes=max(0, base_bytes), stages=tuple(stages))
     rest_bytes = update_figures(optimizer, rest).extra_bytes
     both_ways = measured_bandwidth(device_of(model), both_ways=True) if settings.measures_link else settings.bandwidth
-    return Moving(found, tuple(step_bytes), rest_bytes, mirrors, moved, state_bytes, both_ways)
+    placed = frozenset() if settings.placed is None else frozenset(value for value in mirrors if value[0] == "w")
+    return Moving(found, tuple(step_bytes), rest_bytes, mirrors, moved, state_bytes, both_ways, placed=placed)
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -386,14 +389,14 @@ def seconds_with_updates(alone: Solution, moving: Moving) -> float:
 
 
 def host_bytes_of(moving: Moving, solution: Solution) -> int:
-    """What the lower tier must hold for weights, gradients and optimizer state: what leaves, all gradients that can be
-    read after their update, and all state, which goes there when it is loaded.
+    """What the lower tier must hold for weights, gradients and optimizer state: what leaves, or is there in any case,
+    all gradients that can be read after their update, and all state, which goes there when it is loaded.
     """
     operations = solution.schedule.operations
     leaving = {operation.value for operation in operations if isinstance(operation, Offload | Release)}
     kinds = ("opt",) if is_stepping_in_backward(operations) else ("opt", "g")  # else gradients are used up
     updated = {(kind, operation.stage) for operation in operations if isinstance(operation, Update) for kind in kinds}
-    return sum(moving.mirror_bytes.get(value, 0) for value in leaving | updated)
+    return sum(moving.mirror_bytes.get(value, 0) for value in leaving | updated | moving.placed)
 
 
 def _host_bytes(moving: Moving, solution: Solution) -> int:

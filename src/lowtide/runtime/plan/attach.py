@@ -231,11 +231,19 @@ def tier_on(
     return FileTier(expected_bytes, limit)
 
 
-def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule) -> int:
-    """What the lower tier must hold for a schedule, weights and what belongs to them included; 0: nobody knows."""
+def expected_bytes(model: nn.Module, chain: Chain | None, schedule: Schedule, *, are_placed: bool = False) -> int:
+    """What the lower tier must hold for a schedule, weights and what belongs to them included; 0: nobody knows.
+
+    Args:
+        model: the model.
+        chain: what its stages cost.
+        schedule: what they do.
+        are_placed: whether all weights are there, also those that the schedule leaves on the device.
+    """
     if chain is None:
         return 0
     leaving = {operation.value for operation in schedule.operations if isinstance(operation, Offload | Release)}
+    leaving |= {("w", k) for k in range(1, chain.num_stages + 1)} if are_placed else set()
     sizes: list[int] = []
     for kind, k in leaving:
         if kind in ("w", "g", "opt"):

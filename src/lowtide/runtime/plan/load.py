@@ -122,7 +122,7 @@ def plan_from_dict(
     try:
         compiled = None if compilation is None else compilation.of(model, split)
         there = sum(rounded(mirror.tensor.nbytes) for mirror in (homes or {}).values())
-        tier.expect(max(0, expected_bytes(model, chain, schedule) - there))
+        tier.expect(max(0, expected_bytes(model, chain, schedule, are_placed=homes is not None) - there))
         execution = Execution(model, split, schedule, chain, tier, optimizer=optimizer, homes=homes)
     except BaseException:
         if compiled is not None:
