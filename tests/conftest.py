@@ -114,6 +114,18 @@ def _frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(meter, "_is_frozen", lambda: True)
 
 
+@pytest.fixture
+def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for the browser with one strategy at few budgets."""
+    page = importlib.import_module("lowtide.report.page")
+    survey = page.survey
+
+    def short(chain: Any, **settings: Any) -> Any:
+        return survey(chain, **{**settings, "strategies": ["rotor"], "num_budgets": 3})
+
+    monkeypatch.setattr(page, "survey", short)
+
+
 def _compile_once() -> None:
     """Let workers that call a kernel for the first time wait for the one that compiles it, and load the result."""
     from numba.core.dispatcher import Dispatcher

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,7 @@ def run_two(target: Callable[[int, str], None], folder: Path, seconds: float = 6
 
 
 def _reporting(target: Callable[[int, str], None], rank: int, folder: str) -> None:
+    gc.freeze()  # what was imported: each `fit` collects, and looks for tensors, many times
     try:
         target(rank, folder)
     except BaseException:

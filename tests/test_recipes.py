@@ -20,10 +20,11 @@ from tests.runtime.training import above_the_least
 from torch import nn
 
 import lowtide
-import lowtide.report.page
 from lowtide import Chain, Forward, Stage
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+pytestmark = pytest.mark.usefixtures("short_reports")
 
 # Above the least budget by this share, a part is kept and a part recomputed.
 ABOVE_THE_LEAST = 1.15
@@ -209,17 +210,6 @@ def plans(monkeypatch):
     yield made
     for plan in made:
         plan.detach()
-
-
-@pytest.fixture(autouse=True)
-def _short_reports(monkeypatch):
-    """Pages for the browser with one strategy at few budgets."""
-    survey = lowtide.report.page.survey
-
-    def short(chain: Any, **settings: Any) -> Any:
-        return survey(chain, **{**settings, "strategies": ["rotor"], "num_budgets": 3})
-
-    monkeypatch.setattr(lowtide.report.page, "survey", short)
 
 
 def execute(page: Path, given: dict[str, Any]) -> None:

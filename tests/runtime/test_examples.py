@@ -43,7 +43,7 @@ def _alone() -> None:
     meter._settled_tensors.clear()
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("_alone", "short_reports")
 def test_demo(tmp_path):
     report = tmp_path / "plan.html"
     text = run("examples/demo.py", "--tiny", "--figure", tmp_path / "plan.svg", "--report", report)
