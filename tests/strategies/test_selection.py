@@ -67,7 +67,7 @@ def all_sets(n):
 def test_dynamic_selection_has_the_least_peak_of_all_checkpoint_sets(seed):
     rng = random.Random(seed)
     for _ in range(40):
-        chain = random_chain(rng, rng.randint(1, 7))
+        chain = random_chain(rng, rng.randint(1, 6))
         peaks = [
             simulate(chain, checkpoint_schedule("x", chain, chosen)).peak_bytes for chosen in all_sets(chain.num_stages)
         ]
