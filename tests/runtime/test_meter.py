@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import lowtide
 from lowtide.runtime import meter as meter_module
@@ -30,6 +31,13 @@ def test_each_storage_counts_once_and_until_it_dies() -> None:
         assert meter.peak_bytes - start == 4000
     assert meter.start_bytes == start
     assert before.numel() == 100
+
+
+def test_tensors_that_compilers_trace_with_are_not_searched() -> None:
+    with FakeTensorMode():
+        traced = torch.zeros(100)
+    found = list(meter_module._existing_tensors())
+    assert not any(each is traced for each in found)
 
 
 def test_what_autograd_saves_is_live_until_backward() -> None:

@@ -488,6 +488,7 @@ def _tensors_on_the_heap() -> list[torch.Tensor]:
         values = gc.get_objects()
         # type() and not isinstance: proxies in the heap may run arbitrary code when asked for their class
         kinds = {kind for kind in set(map(type, values)) if issubclass(kind, torch.Tensor)}
+        kinds.discard(torch._subclasses.FakeTensor)  # compilers leave thousands, and asking each for its device is slow
         return [value for value in values if type(value) in kinds and not torch.nn.parameter.is_lazy(value)]
     finally:
         del values

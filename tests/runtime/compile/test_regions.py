@@ -19,6 +19,7 @@ from tests.runtime.schedules import random_schedule
 from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 from torch._dynamo.backends import registry
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
@@ -174,6 +175,7 @@ def test_any_schedule_in_regions_gives_the_numbers_of_the_compiled_model(measure
 
 def test_everything_that_runs_is_compiled_and_equal_stages_share_it() -> None:
     backend, model = Counting(), Language(depth=5)
+    num_before = counters["stats"]["unique_graphs"]
     split, compiled, chain = in_regions(model, backend)
     assert split.num_stages > 5
     # the first block is compiled with what comes before it, the last one with nothing, the middle ones once
@@ -186,6 +188,20 @@ def test_everything_that_runs_is_compiled_and_equal_stages_share_it() -> None:
     compiled.remove()
     assert len(backend.graphs) == num_graphs + 1  # all stages joined
     assert {F.embedding, F.cross_entropy, F.gelu} <= backend.graphs[-1]
+    # the model is traced once, however often it is cut
+    _, compiled, _ = in_regions(model, backend)
+    compiled.remove()
+    assert counters["stats"]["unique_graphs"] - num_before == 1 + len(backend.graphs)
+
+
+def test_a_model_with_another_block_is_traced_anew() -> None:
+    model, found = Language(depth=2, dropout=0.0), []
+    for _ in range(2):
+        _, compiled, chain = in_regions(model, UNPARTITIONED)
+        compiled.remove()
+        found.append([stage.saved_bytes for stage in chain.stages])
+        model.blocks[1] = Block(0.0)
+    assert found[0] == found[1]
 
 
 def test_stages_that_are_recomputed_together_are_one_region() -> None:
@@ -221,6 +237,8 @@ def test_fit_stores_everything_as_one_region_where_there_is_room(expected, tmp_p
         assert len(backend.graphs) == 1
         train(model, texts(batch=3))  # of another shape, regions are single stages, which equal ones share
         assert 1 < len(backend.graphs) < 1 + len(regions_of(model).split.stages)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            model(texts(batch=2)[0]).backward()  # of one shape more than the compiler's limit
     assert json.loads((tmp_path / "plan.json").read_text())["compilation"]["regions"] is True
 
 

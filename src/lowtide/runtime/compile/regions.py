@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -78,6 +79,7 @@ class _Following(threading.local):
     model: nn.Module | None = None
     grouping: Grouping | None = None
     handler: RegionHandler | None = None
+    running: tuple[RegionLayer, Grouping] | None = None
 
 
 _following = _Following()
@@ -105,7 +107,10 @@ class RegionLayer(Layer):
         choice: which variant runs.
     """
 
-    __slots__ = ("_compilers", "_functions", "_hooks", "_modes", "_shapes", "choice", "joins", "num_variants", "split")
+    __slots__ = (
+        "_compilers", "_functions", "_hooks", "_modes", "_regions", "_shapes",
+        "choice", "joins", "num_variants", "split",
+    )  # fmt: skip
 
     rank = Rank.CODE
     tells_stages = True
@@ -125,7 +130,8 @@ class RegionLayer(Layer):
         self.choice = choice
         self.num_variants = tuple(num_variants)
         self._compilers = compilers
-        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self._functions = _functions_of(model)
+        self._regions: dict[tuple[_Traced, Grouping], _RunningRegions] = {}
         self._shapes: dict[Grouping, list[torch.Size]] = {}
         self._hooks = [kind for each in model.modules() for kind in _kinds_of_hooks(each)]
         self._modes = [
@@ -144,7 +150,14 @@ class RegionLayer(Layer):
         shapes = [tensor.shape for tensor in tensors_of((args, kwargs))]
         if self._shapes.setdefault(grouping, shapes) != shapes:  # few regions of each further shape: equal ones share
             grouping = replace(grouping, joins=False)
-        function = self._function(model, grouping)
+        before, _following.running = _following.running, (self, grouping)
+        try:
+            return self._call_traced(model, args, kwargs)
+        finally:
+            _following.running = before
+
+    def _call_traced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function = self._function(model)
         try:
             return function(model, *args, **kwargs)
         except not_one_graph():  # before anything ran
@@ -157,19 +170,24 @@ class RegionLayer(Layer):
                     model._call_impl(*args, **kwargs)  # what fails without a compiler fails with its own error
                 raise
 
-    def _function(self, model: nn.Module, grouping: Grouping) -> Callable[..., Any]:
-        """The forward of the model in regions, to be compiled where it is called first."""
+    def _function(self, model: nn.Module) -> Callable[..., Any]:
+        """The forward of the model, to be traced where it is called first."""
         hooks = tuple(map(hooks_of, model.modules())) if any(self._hooks) else ()  # Dynamo would not notice others
-        function = self._functions.get((grouping, hooks))
+        function = self._functions.get(hooks)
         if function is None:
             own = FunctionType(_call.__code__.replace(), _call.__globals__, "forward")
-            function = torch.compile(own, backend=partial(self._cut, grouping), fullgraph=True, dynamic=False)
-            self._functions[grouping, hooks] = function
+            function = torch.compile(own, backend=_Traced, fullgraph=True, dynamic=False)
+            self._functions[hooks] = function
         return function
 
-    def _cut(self, grouping: Grouping, graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        """Dynamo's backend."""
-        return _RunningRegions(self, graph, stages_of(graph.graph, self.module, self.split), grouping)
+    def regions_of(self, traced: _Traced, grouping: Grouping) -> _RunningRegions:
+        """What Dynamo has traced, cut for a grouping."""
+        regions = self._regions.get((traced, grouping))
+        if regions is None:
+            graph = traced.graph
+            regions = _RunningRegions(self, graph, stages_of(graph.graph, self.module, self.split), grouping)
+            self._regions[traced, grouping] = regions
+        return regions
 
     def functions_for(self, piece: Piece, stages: Sequence[int]) -> list[Callable[..., Any]]:
         """A piece of some stages compiled in each of its variants, as far as it has any."""
@@ -212,6 +230,21 @@ class _Region:
         index = self._layer.index_for(self._first) if len(functions) > 1 else 0
         result: tuple[torch.Tensor, ...] = functions[index](*fixed, *args)
         return result
+
+
+class _Traced:
+    """Dynamo's backend: a graph of a whole forward, which runs in the regions of whichever layer calls it.
+
+    It holds no tensors but constants, and neither the model nor a layer.
+    """
+
+    def __init__(self, graph: fx.GraphModule, _: Any) -> None:
+        self.graph = graph
+
+    def __call__(self, *given: Any) -> Any:
+        assert _following.running is not None
+        layer, grouping = _following.running
+        return layer.regions_of(self, grouping)(*given)
 
 
 class _RunningRegions:
@@ -257,7 +290,7 @@ class _RunningRegions:
         values = dict(zip(self._placeholders, given, strict=True))
         if self._uncut is not None:
             self._regions = self._made(values, *self._uncut)
-            self._uncut = None  # it holds example values
+            self._uncut = None
         handler = _following.handler
         assert handler is not None
         for region in self._regions:
@@ -277,6 +310,18 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+_functions: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], dict[Hashable, Callable[..., Any]]]]
+_functions = weakref.WeakKeyDictionary()
+
+
+def _functions_of(model: nn.Module) -> dict[Hashable, Callable[..., Any]]:
+    """The traced forwards of a model by their hooks, which all layers of it share, from one `fit` to the next."""
+    modules = tuple(map(id, model.modules()))  # graphs know stages by these
+    if _functions.get(model, (None,))[0] != modules:
+        _functions[model] = modules, {}
+    return _functions[model][1]
+
+
 _compiled_pieces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
 
@@ -294,6 +339,7 @@ def _compiled_piece(piece: Piece, compiler: _Compiler) -> Callable[..., Any]:
 
 def forget_regions() -> None:
     """Compile all regions anew from now on."""
+    _functions.clear()
     _compiled_pieces.clear()
 
 
@@ -303,10 +349,10 @@ def regions_of(model: nn.Module) -> RegionLayer | None:
 
 
 def not_one_graph() -> tuple[type[Exception], ...]:
-    """The errors that say that a model has no regions."""
-    from torch._dynamo.exc import TorchDynamoException  # importing it takes seconds
+    """The errors that say that a model has no regions, or that it has more of them than Dynamo's usual limit."""
+    from torch._dynamo import exc  # importing it takes seconds
 
-    return NoRegionsError, TorchDynamoException
+    return NoRegionsError, exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
 @contextmanager
