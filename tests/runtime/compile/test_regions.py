@@ -33,6 +33,7 @@ from lowtide.runtime.fitting import compiling, fit, trials
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import measure_split
 from lowtide.runtime.plan.attach import attach
+from lowtide.runtime.plan.steps import RealSteps
 
 # The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
 BACKEND = "aot_eager_decomp_partition"
@@ -532,6 +533,27 @@ def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: st
         assert regions_of(again) is not None
         assert_equal(train(again, texts(batch=64)), found)
         assert plan.stats().recomputed_per_step > 0
+
+
+@pytest.mark.usefixtures("_host_bound")
+def test_all_as_one_is_tried_again_where_a_real_step_takes_more(nearly_all, monkeypatch) -> None:
+    tried, as_one_region = [], compiling._as_one_region
+    monkeypatch.setattr(compiling, "_as_one_region", lambda *args: tried.append(as_one_region(*args)) or tried[-1])
+    backend, model, text = Counting(), Language(depth=4, dropout=0.0), texts(batch=64)[0]
+    budget = nearly_all["just"] + 1000
+    with lowtide.fit(model, text, memory_budget=budget, **OPTIONS, **auto_with(backend)) as plan:
+        assert plan.stats().predicted_seconds == pytest.approx(OF_ALL)
+        model(text).backward()
+        model.zero_grad()
+        with monkeypatch.context() as patched:
+            patched.setattr(RealSteps, "peak_bytes", property(lambda _: budget + 100))  # as CUDA might say
+            with pytest.warns(lowtide.LowtideWarning, match="planning again"):
+                model(text).backward()
+        assert len(tried) == 2
+        assert tried[1][0].rehearsed_peak_bytes > budget  # with room for what the step took
+        assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
+        assert plan.stats().recomputed_per_step > 0
+        assert sum(F.cross_entropy in graph and F.embedding in graph for graph in backend.graphs) == 1
 
 
 class _Compiled:

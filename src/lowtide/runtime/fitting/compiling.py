@@ -111,7 +111,7 @@ class CompiledPlanning:
         decides = settings.regions == AUTO and is_timed(device_of(self._model))
         if not (decides or settings.regions is True):
             return self._only_blocks()
-        trials = None if self._after is not None else _storing_all(self._model, self._sample, settings, self._tier)
+        trials = _storing_all(self._model, self._sample, settings, self._after, self._tier)
         if decides:
             self._bound(num_compiled=0 if trials is None else 1)
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
@@ -316,13 +316,18 @@ def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
     return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
 
 
-def _storing_all(model: nn.Module, sample: Sample, settings: Settings, tier: Tier) -> Trials | None:
-    """Trials of everything stored; None: whatever a compiler saves, that does not stay within the budget."""
+def _storing_all(
+    model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, tier: Tier
+) -> Trials | None:
+    """Trials of everything stored, with room for what a real step has shown; None: whatever a compiler saves, that does
+    not stay within the budget.
+    """
     if settings.strategy not in _MAY_STORE_ALL or settings.stages is not None:
         return None
     settings = replace(settings, compilation=None, strategy="store-all", bandwidth=0)
     split, (chain, _) = measured_for(model, sample, settings)
-    trials = Trials(model, sample, split, chain, settings, tier, 0)
+    unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
+    trials = Trials(model, sample, split, chain, settings, tier, unknown_bytes)
     predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
     assert isinstance(predicted, Trial)
     least = max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes)
