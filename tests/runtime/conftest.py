@@ -34,7 +34,7 @@ def _few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"_NUM_TRIES": 1, "_NUM_MEMORIES": 3, "_RESERVES": (1.0,), "_NUM_REFINED": 1}
     for name, value in few.items():
         monkeypatch.setattr(joint, name, value)
-    monkeypatch.setattr(moving, "_NUM_LATE", 2)
+    monkeypatch.setattr(moving, "_NUM_LATE", 1)
 
 
 @pytest.fixture(scope="module", autouse=True)

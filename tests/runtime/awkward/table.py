@@ -16,9 +16,6 @@ from tests.runtime.awkward import attributes, buffers, containers, paths, shared
 from tests.runtime.training import Numbers, batches, train
 from torch import Tensor, nn
 
-# An optimizer whose steps are one operation each: they are not what is awkward, and take a tenth of the time otherwise.
-plainly = partial(train, fused=True)
-
 Loop = Callable[[nn.Module, list[Tensor]], Numbers]
 
 
@@ -45,7 +42,7 @@ class Awkward:
     kind: Callable[[], nn.Module]
     shape: tuple[int, ...]
     num_steps: int = 3
-    loop: Loop = plainly
+    loop: Loop = train
     num_stages: int = 4
     measured: Callable[[], nn.Module] | None = None
     skips: bool = False
@@ -69,7 +66,7 @@ class Awkward:
         return [(x.abs() * 4).long() % 11 for x in found] if self.tokens else found
 
 
-def stack(kind: Callable[[], nn.Module], depth: int = 5) -> Callable[[], nn.Sequential]:
+def stack(kind: Callable[[], nn.Module], depth: int = 4) -> Callable[[], nn.Sequential]:
     """Makes a row of such blocks."""
     return lambda: nn.Sequential(*(kind() for _ in range(depth)))
 
@@ -97,7 +94,7 @@ BUFFERS = [
         Awkward(f"two forwards: {name}", kind, buffers.SHAPE, 2, loop=buffers.two_forwards)
         for name, kind in {"average": buffers.Averaging, "queue": buffers.Queued, "bank": buffers.Banked}.items()
     ),
-    Awkward("empty buffer is filled", stack(partial(buffers.Filled, late=False)), buffers.SHAPE, 4, num_stages=5),
+    Awkward("empty buffer is filled", stack(partial(buffers.Filled, late=False)), buffers.SHAPE, 4),
     Awkward("forward registers a buffer", stack(partial(buffers.Filled, late=True)), buffers.SHAPE, 4, refused=True),
     Awkward("functional_call", stack(buffers.AddsBuffer), buffers.SHAPE, 1, loop=buffers.with_other_buffers),
     *(
@@ -107,10 +104,10 @@ BUFFERS = [
 ]
 
 ATTRIBUTES = [
-    Awkward("factor changes in each call", stack(partial(attributes.Annealed, 1)), WIDE, num_stages=5, fitted=256),
+    Awkward("factor changes in each call", stack(partial(attributes.Annealed, 1)), WIDE, fitted=256),
     Awkward("path changes after a warm-up", partial(attributes.WarmingUp, 2), (64, 16), 5),
     # 16 steps are longer than anything that could watch the first steps only
-    Awkward("factor changes late", stack(partial(attributes.Annealed, 16)), WIDE, 18, num_stages=5, fitted=256),
+    Awkward("factor changes late", stack(partial(attributes.Annealed, 16)), WIDE, 18, fitted=256),
     Awkward(
         "factor set between two forwards",
         stack(partial(attributes.Annealed, 10_000)),
@@ -120,11 +117,15 @@ ATTRIBUTES = [
         fitted=256,
     ),
     *(
+        Awkward(f"model tells {how}", partial(attributes.Telling, shares=shares), NARROW, num_stages=5)
+        for how, shares in {"each block a number": False, "all blocks a number": True}.items()
+    ),
+    *(
         Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=256)
         for way in ("helper", "named_buffers", "built name")
     ),
     *(
-        Awkward(f"attribute {way}", stack(partial(attributes.Unregistered, way)), NARROW, num_stages=5)
+        Awkward(f"attribute {way}", stack(partial(attributes.Unregistered, way)), NARROW)
         for way in (
             "averaged",
             "only_counted",
@@ -159,16 +160,16 @@ CONTAINERS = [
     ),
     Awkward("list grows with each step", partial(containers.Mixture, detached=True), WIDE, num_stages=6, fitted=256),
     *(
-        Awkward(f"history, {kind}", stack(partial(containers.Remembers, kind)), WIDE, 4, num_stages=5)
+        Awkward(f"history, {kind}", stack(partial(containers.Remembers, kind)), WIDE, 4)
         for kind in ("growing", "bounded", "deque", "long")
     ),
     *(
-        Awkward(f"dict made anew, {kind}", stack(partial(containers.Reports, kind)), WIDE, num_stages=5)
+        Awkward(f"dict made anew, {kind}", stack(partial(containers.Reports, kind)), WIDE)
         for kind in ("tensor", "list")
     ),
     Awkward("dict that all blocks have", containers.sharing, WIDE, refused=True),
     Awkward("large dict that all blocks have", partial(containers.sharing, 5000), WIDE, refused=True),
-    Awkward("dict that lets nothing be taken out", stack(containers.Sealing), WIDE, num_stages=5),
+    Awkward("dict that lets nothing be taken out", stack(containers.Sealing), WIDE),
 ]
 
 PATHS = [
@@ -201,7 +202,7 @@ PATHS = [
         8,
         skips=True,
     ),
-    *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way), 4), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
+    *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way)), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
     Awkward("vmap makes a mask", paths.Masked, (32, paths.WIDTH), num_stages=2),
     Awkward("vmap between submodules of a block", paths.with_a_block, (32, paths.WIDTH)),
     Awkward("kernels chosen between submodules", paths.Attends, (4, 24, 32), 2),
@@ -228,8 +229,8 @@ STRUCTURE = [
         (4, structure.WIDTH),
         num_stages=3,
     ),
-    Awkward("errors that blocks catch", stack(structure.FallsBack), (8, structure.WIDTH), num_stages=5, fitted=256),
-    Awkward("weights that blocks compute", stack(structure.Hypernetwork), (64, structure.WIDTH), num_stages=5),
+    Awkward("errors that blocks catch", stack(structure.FallsBack), (8, structure.WIDTH), fitted=256),
+    Awkward("weights that blocks compute", stack(structure.Hypernetwork), (64, structure.WIDTH)),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
     Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),

@@ -110,15 +110,21 @@ def test_any_legal_schedule_with_copies(seed, moves, drops):
     run_under(schedule)
 
 
+def accumulated(model: nn.Module) -> dict[str, torch.Tensor]:
+    return train(model, batches((6, models.WIDTH), 4), micro_batches=4)
+
+
+@functools.cache
+def plainly_accumulated() -> dict[str, torch.Tensor]:
+    return accumulated(models.stages_of_every_kind())
+
+
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS)
 def test_accumulation_over_micro_batches(seed):
-    schedule = random_schedule(NUM_STAGES, seed, moves=0.3)
-    inputs = batches((6, models.WIDTH), 4)
-    expected = train(models.stages_of_every_kind(), inputs, micro_batches=4)
     model = models.stages_of_every_kind()
-    with attach(model, schedule):
-        assert_equal(train(model, inputs, micro_batches=4), expected)
+    with attach(model, random_schedule(NUM_STAGES, seed, moves=0.3)):
+        assert_equal(accumulated(model), plainly_accumulated())
 
 
 def tangle_split(depth: int = 3) -> Split:
@@ -135,21 +141,25 @@ def fine_tangle_split(depth: int = 3) -> Split:
     return Split((*stages, StageSplit("head", (Unit("norm"), Unit("head")))))
 
 
+def tangled(model: nn.Module) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, 13, (2, 5), generator=generator) for _ in range(3)]
+    return train(model, ids, loss=lambda logits: logits.square().mean())
+
+
+@functools.cache
+def plainly_tangled() -> dict[str, torch.Tensor]:
+    return tangled(models.tangle())
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, moves=st.sampled_from([0.0, 0.4]), fine=st.booleans())
 def test_any_legal_schedule_on_a_model_with_glue(seed, moves, fine):
     split = fine_tangle_split() if fine else tangle_split()
     schedule = random_schedule(split.num_stages, seed, moves=moves)
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(0, 13, (2, 5), generator=generator) for _ in range(3)]
-
-    def losses(model):
-        return train(model, ids, loss=lambda logits: logits.square().mean())
-
-    expected = losses(models.tangle())
     model = models.tangle()
     with attach(model, schedule, split=split):
-        assert_equal(losses(model), expected)
+        assert_equal(tangled(model), plainly_tangled())
 
 
 def test_what_a_forward_drops_is_freed_while_it_goes_on():

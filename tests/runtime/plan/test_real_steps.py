@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.runtime.budgets import measured_once
 from tests.runtime.training import above_the_least
 from torch import nn
 from torch.utils._python_dispatch import (
@@ -43,13 +45,14 @@ def square(result: torch.Tensor) -> torch.Tensor:
     return result.square().mean()
 
 
-def fitted(model: nn.Module, sample, share: float = 1.0, **options) -> lowtide.Plan:
-    """Within the least budget times a share."""
+def fitted(model: nn.Module, sample, share: float = 1.0, *, again: bool = False, **options) -> lowtide.Plan:
+    """Within the least budget times a share; with `again` for what is measured a second time."""
     options = {**OPTIONS, **options}
-    with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
-        lowtide.fit(model, sample, memory_budget=1, **options)
-    budget = above_the_least(share, refusal.value.minimum_bytes, model)
-    return lowtide.fit(model, sample, memory_budget=budget, **options)
+    with contextlib.nullcontext() if again else measured_once():
+        with pytest.raises(lowtide.InfeasibleBudgetError) as refusal:
+            lowtide.fit(model, sample, memory_budget=1, **options)
+        budget = above_the_least(share, refusal.value.minimum_bytes, model)
+        return lowtide.fit(model, sample, memory_budget=budget, **options)
 
 
 def peaks_of(calls, optimizer=None, loss=square) -> list[int]:
@@ -455,7 +458,7 @@ def test_the_least_budget_that_is_named_holds(make, kind, options):
     torch.manual_seed(0)
     model, x = make(), torch.randn(ROWS, WIDTH)
     optimizer = kind(model.parameters(), lr=1e-3)
-    with fitted(model, x, optimizer=optimizer, loss=square, **options) as plan:
+    with fitted(model, x, again=True, optimizer=optimizer, loss=square, **options) as plan:
         assert max(peaks_of([lambda: model(x)] * 4, optimizer)) <= plan.memory_budget
 
 

@@ -34,7 +34,7 @@ def test_dicts_that_a_forward_makes_anew_are_let_go(kind):
     start_bytes = live_bytes()
     lowtide.measure(model, inputs[0])
     assert live_bytes() == start_bytes
-    with lowtide.attach(model, recomputing(5)) as plan:
+    with lowtide.attach(model, recomputing(len(model))) as plan:
         train(model, inputs)
         assert plan.stats().recomputed_per_step > 0
         for block in model:
@@ -47,7 +47,7 @@ def test_dicts_that_a_forward_makes_anew_are_let_go(kind):
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 def test_after_backward_a_module_keeps_the_dict_of_its_own_forward(kind):
     model, (x, *others) = stack(lambda: Reports(kind))(), batches(SHAPE, 4)
-    with lowtide.attach(model, recomputing(5)):
+    with lowtide.attach(model, recomputing(len(model))):
         for each in others:
             model(each).sum().backward()
         output = model(x)
