@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy
 import torch
 from tests.runtime.training import Numbers, gradients
@@ -41,6 +43,34 @@ class WarmingUp(nn.Module):
             if self.num_calls > self.last:
                 x = x + 0.1 * torch.sin(x)
         return self.extra(x) if self.num_calls > self.last else x
+
+
+class Told(nn.Module):
+    """A block that reads a number which others set."""
+
+    def __init__(self, settings: SimpleNamespace) -> None:
+        super().__init__()
+        self.up, self.down, self.settings = nn.Linear(NARROW, NARROW), nn.Linear(NARROW, NARROW), settings
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) * self.settings.depth))
+
+
+class Telling(nn.Module):
+    """Tells each block a number before it calls it, in an object that all share or in one for each."""
+
+    def __init__(self, *, shares: bool) -> None:
+        super().__init__()
+        common = SimpleNamespace(depth=1)
+        self.blocks = nn.ModuleList(Told(common if shares else SimpleNamespace(depth=1)) for _ in range(5))
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        for depth, block in enumerate(self.blocks, start=self.num_calls):
+            block.settings.depth = depth
+            x = block(x)
+        return x
 
 
 class Centre:

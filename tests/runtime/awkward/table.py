@@ -117,6 +117,10 @@ ATTRIBUTES = [
         fitted=256,
     ),
     *(
+        Awkward(f"model tells {how}", partial(attributes.Telling, shares=shares), NARROW, num_stages=5)
+        for how, shares in {"each block a number": False, "all blocks a number": True}.items()
+    ),
+    *(
         Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=256)
         for way in ("helper", "named_buffers", "built name")
     ),

@@ -17,7 +17,6 @@ from lowtide import Schedule
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function
 from lowtide.runtime.compile.layouts import ChannelsLast
-from lowtide.runtime.compile.regions import regions_of
 from lowtide.runtime.fitting import compiling, layouts, trials
 from lowtide.runtime.measure import variants
 from lowtide.runtime.measure.measure import measure_split
@@ -186,8 +185,7 @@ def test_images_enter_with_channels_last_where_steps_are_faster_so(tmp_path) -> 
 def test_beside_the_whole_model_which_converts_images_once_blocks_are_tried_as_they_are() -> None:
     backend, model = Strides(), Network(depth=6)
     with lowtide.fit(model, images(), memory_budget="1GiB", **OPTIONS, compile_stages={"backend": backend}):
-        assert regions_of(model) is not None
-        assert len(backend.have_channels_last) > 1  # blocks, too
+        assert len(backend.have_channels_last) > 1  # the whole, and blocks; which is faster is not said here
         assert not any(backend.have_channels_last)
 
 

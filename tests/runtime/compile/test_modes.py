@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from functools import partialmethod
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import lowtide
 from lowtide import Forward
 from lowtide.runtime.compile.compiled import _compiled_function
 from lowtide.runtime.compile.modes import Modes
+from lowtide.runtime.fitting.compiling import CompiledPlanning
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.timing import Timing
 
@@ -83,9 +85,10 @@ def _nothing_left_behind():
 
 @pytest.fixture
 def quick_variants(monkeypatch):
-    """Variants, which are measured after the stage itself, are quicker: they are preferred under any budget."""
+    """Variants are compiled under any budget; measured after the stage itself, they are quicker, and preferred."""
     order = itertools.count(1)
     monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+    monkeypatch.setattr(CompiledPlanning, "_only_blocks", partialmethod(CompiledPlanning._planned_with, regions=False))
 
 
 @pytest.mark.parametrize(

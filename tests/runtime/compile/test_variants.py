@@ -22,9 +22,16 @@ import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.compile.compiled import Compilation, CompiledStages, _compiled_function, copies_images
+from lowtide.runtime.compile.compiled import (
+    DEFAULT_BUDGETS,
+    Compilation,
+    CompiledStages,
+    _compiled_function,
+    copies_images,
+)
 from lowtide.runtime.compile.regions import forget_regions
 from lowtide.runtime.fitting import compiling
+from lowtide.runtime.fitting.compiling import CompiledPlanning
 from lowtide.runtime.fitting.fit import _compilation
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.measure import _not_dominated, measure_split
@@ -258,6 +265,25 @@ def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_pa
     _check_saved_plan(tmp_path / "plan.json", chosen)
 
 
+def test_variants_are_compiled_only_where_not_everything_fits() -> None:
+    compiled_under = []
+
+    def counting(graph, inputs):
+        compiled_under.append(torch._functorch.config.activation_memory_budget)
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
+    options = {"optimizer": "sgd", "loss": lambda y: y.square().mean(), "compile_stages": {"backend": counting}}
+    with lowtide.fit(model, x, memory_budget="1GiB", **RECOMPUTE, **options) as plan:
+        num_graphs = len(compiled_under)
+        assert_equal(train(model, batches(SHAPE, 3)), compiled_numbers())
+        assert all(not stage.variants for stage in plan.chain.stages)
+    assert compiled_under == num_graphs * [1.0]
+    with lowtide.fit(deep(), x, memory_budget=share_of_plain_peak(0.9), **RECOMPUTE, **options) as plan:
+        assert sorted(compiled_under) == sorted(num_graphs * [1.0, *DEFAULT_BUDGETS])  # what was compiled is used
+        assert any(stage.variants for stage in plan.chain.stages)
+
+
 def test_a_plan_with_variants_is_corrected_where_a_real_step_takes_more(monkeypatch) -> None:
     monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1e-3))
     model, x = deep(), batches(SHAPE, 1)[0].requires_grad_()
@@ -301,7 +327,10 @@ class WrongForOtherShapes:
 
 
 def test_variants_are_used_for_the_shapes_that_they_were_checked_for(monkeypatch) -> None:
-    # variants, which are measured after the stage itself, are quicker: they are preferred under any budget
+    # variants, which are measured after the stage itself, are quicker: they are preferred wherever they are compiled,
+    # which they are here under any budget
+    with_variants = functools.partialmethod(CompiledPlanning._planned_with, regions=False)
+    monkeypatch.setattr(CompiledPlanning, "_only_blocks", with_variants)
     order = itertools.count(1)
     monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
     wrong = WrongForOtherShapes()

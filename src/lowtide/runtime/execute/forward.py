@@ -50,6 +50,7 @@ class ExecutedForward(StagedForward):
         self._hooks: tuple[Pack, Unpack] | None = None
         self._sorter: Sorter | None = None
         self._before: State | None = None
+        self._is_called = False  # whether the current stage has made a call
         self._mark: Mark | None = None
         self._writes: Writes | None = None  # where it is to be seen what a stage changes
         self._random: State | None = None  # as the last stage left it: one stage's end is the next one's beginning
@@ -111,15 +112,22 @@ class ExecutedForward(StagedForward):
         if k in step.program.repeats:
             run.note_parameters(machine.parameters_of(k))
             self._before = self._random or machine.generators.state()
-        environment = machine.environment_of(k)
-        self._mark, self._writes = None, None
+        self._mark, self._writes, self._is_called = None, None, False
+        if not self.tracking:  # nobody tells what its code between units does
+            self._begin_calls()
+
+    def _begin_calls(self) -> None:
+        """The current stage is about to make its first call: what its code has set before that is found again."""
+        self._is_called = True
+        environment = self.machine.environment_of(self.stage)
         if environment is not None:
-            can_be_watched = machine.can_be_watched(k)
-            self._mark = environment.mark(others=step.read, can_be_watched=can_be_watched)
+            can_be_watched = self.machine.can_be_watched(self.stage)
+            self._mark = environment.mark(others=self.step.read, can_be_watched=can_be_watched)
             if self._mark.observes and can_be_watched:
                 self._writes = Writes(partial(environment.write_ahead, self._mark))
             if self.tape is not None:
                 self.tape.on_held = partial(self._note_held, environment, self._mark)
+                self.tape.cell_watch = self.machine.cell_watch_of(self.stage, observes=self._mark.observes)
 
     def _note_held(self, environment: Environment, mark: Mark, tensor: torch.Tensor) -> None:
         """The code between units is about to use a tensor that no stage has made."""
@@ -133,6 +141,8 @@ class ExecutedForward(StagedForward):
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Hand over what the first run of stage k left."""
+        if not self._is_called:
+            self._begin_calls()
         super().end_stage(k, outputs)
         run = self.step.runs[k]
         if self.tape is not None and self.tape.refusal is not None:
@@ -143,6 +153,8 @@ class ExecutedForward(StagedForward):
             self._random = run.random_after = self.machine.generators.state()
             run.random = self._before
             self.machine.note_generators(k, are_set=self.tape.sets_generators)
+            if self.tape.sets_cells:
+                self.machine.setting_cells.add(k)
             self.step.check_written(k)
         elif self.step.program.taped:  # else everything is stored, and autograd itself looks at what was changed
             run.note_parameters(self.machine.parameters_of(k))
@@ -181,6 +193,8 @@ class ExecutedForward(StagedForward):
         module: nn.Module | None = None,
     ) -> Any:
         """Run one call of the current stage under its hooks."""
+        if not self._is_called:
+            self._begin_calls()
         if self._writes is not None:
             return self._observe(self._writes, name, call, args, kwargs, module)
         if self._hooks is None:

@@ -110,7 +110,7 @@ class CompiledPlanning:
         settings = self._settings
         decides = settings.regions == AUTO and is_timed(device_of(self._model))
         if not (decides or settings.regions is True):
-            return self._planned_with(regions=False)
+            return self._only_blocks()
         trials = None if self._after is not None else _storing_all(self._model, self._sample, settings, self._tier)
         if decides:
             self._bound(num_compiled=0 if trials is None else 1)
@@ -186,6 +186,21 @@ class CompiledPlanning:
         except BaseException:
             compiled.remove()
             raise
+
+    def _only_blocks(self) -> tuple[Planned, CompiledModel]:
+        """Blocks; with variants where without them not everything is stored."""
+        settings = self._settings
+        if self._budgets and settings.strategy in _MAY_STORE_ALL:
+            split, chain, compiled = self._without_variants(regions=False)
+            try:
+                solution_for(chain, replace(settings, strategy="store-all", bandwidth=0))
+                found, _ = self._tried(split, chain, compiled, settings, accepts=False)
+                if found.solution.trace.num_recomputed == 0 == found.solution.trace.moved_bytes:
+                    return found, compiled
+            except (InfeasibleBudgetError, torch.OutOfMemoryError):
+                pass
+            compiled.remove()
+        return self._planned_with(regions=False)
 
     def _blocks_beside(self, whole: Planned) -> tuple[Planned, CompiledModel]:
         """Blocks beside the whole model; with variants where they recompute, and would be faster without that."""

@@ -125,7 +125,6 @@ class StagedModel:
             self._note_peak()
             self._state.end(k - 1)
         self._stage = k
-        self._state.begin(k)
         self._random.append(self._generators.state())
         self._have_weights(k)
 
@@ -134,6 +133,7 @@ class StagedModel:
             self._visiting_bytes, self._visited = self._visit(k), k
 
     def _note_start(self) -> None:
+        self._state.begin(self._stage)
         if self._meter is not None:
             self._meter.reset_peak()
             self._start_bytes = self._meter.live_bytes
@@ -151,7 +151,7 @@ class StagedModel:
                     yield (m, number), (storage._cdata, storage.nbytes())
 
     def _note_peak(self) -> None:
-        if len(self.first_start_bytes) < self._stage:  # a stage without calls
+        if not self._state.has_begun(self._stage):  # a stage without calls
             self._note_start()
         if self._meter is not None:
             self.first_peak_bytes.append(self._meter.peak_bytes - self._start_bytes)

@@ -27,6 +27,7 @@ from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StagedForward, StageLayout
 from lowtide.runtime.replay.tape import Ledger, Origin, Tape
+from lowtide.runtime.state.cells import CellWatch
 from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
@@ -282,9 +283,13 @@ class _RecordedForward(StagedForward):
         kwargs: dict[str, Any],
         module: nn.Module | None = None,
     ) -> Any:
-        if not self._is_called and self._on_first_call is not None:
-            self._on_first_call()
-        self._is_called = True
+        if not self._is_called:
+            self._is_called = True
+            if self._on_first_call is not None:
+                self._on_first_call()
+            if self.tape is not None:
+                paths = self.layout.paths_of(self.stage)
+                self.tape.cell_watch = CellWatch((path, self._model.get_submodule(path)) for path in paths)
         return super().invoke(name, call, args, kwargs, module)
 
     def _origin_in_attribute(self, tensor: torch.Tensor) -> Origin | None:

@@ -84,6 +84,10 @@ class StageLayout:
         """The same for a model that runs in regions."""
         return StageLayout(self.names, (), (), ())
 
+    def paths_of(self, k: int) -> list[str]:
+        """The units of stage k, each once."""
+        return list(dict.fromkeys(path for (path, _), at in zip(self.units, self.stage_at, strict=True) if at == k))
+
     @property
     def num_stages(self) -> int:
         """n, the number of stages."""

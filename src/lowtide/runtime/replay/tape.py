@@ -22,6 +22,7 @@ import torch
 from lowtide.errors import ExecutionError
 from lowtide.runtime.model.containers import GENERATORS, Held, Slot, build, parts, template, tensors_of
 from lowtide.runtime.replay.endings import follows_nothing, is_harmless
+from lowtide.runtime.state.cells import Assigned, CellWatch
 from lowtide.runtime.state.environment import version_of
 from lowtide.runtime.state.rng import GeneratorWatch, Source, State
 from lowtide.runtime.state.surroundings import Surroundings
@@ -85,6 +86,7 @@ class TapedCall:
 
     __slots__ = (
         "args",
+        "assigned",
         "call",
         "dead",
         "drawn_from",
@@ -114,6 +116,8 @@ class TapedCall:
         self.training = module is not None and module.training
         self.surroundings: Surroundings | None = None
         self.dead: list[int] = []
+        self.assigned: Assigned | None = None
+        """What the code before the call has set in cells of the unit."""
         self.random: State | None = None
         """Of all generators, where the code before the call has set one."""
         self.drawn_from: Sequence[tuple[Source, Any]] = ()
@@ -180,6 +184,13 @@ class Tape:
         self._ledger: Ledger | None = ledger
         self._is_state = is_state
         self._watch = watch
+        self.cell_watch: CellWatch | None = None
+        """Notices what is set between calls in cells of units; None: nothing does."""
+
+    @property
+    def sets_cells(self) -> bool:
+        """Whether the code between its calls was seen to set cells of units."""
+        return self.cell_watch is not None and self.cell_watch.has_seen_one
 
     @property
     def sets_generators(self) -> bool:
@@ -208,7 +219,11 @@ class Tape:
         if self._watch is not None:
             self._note_surroundings(entry)
             self._watch.before_call()
+        if module is not None and self.cell_watch is not None:
+            entry.assigned = self.cell_watch.before_call(name)
         result = call(*args, **kwargs)
+        if module is not None and self.cell_watch is not None:
+            self.cell_watch.after_call(name)
         if name in _TO_NUMPY and isinstance(args[0], torch.Tensor):
             self._in_numpy[id(args[0])] = weakref.ref(args[0]), _checksum(args[0])
         if self._watch is not None:
@@ -424,6 +439,8 @@ class Tape:
                 )
 
     def _run_call(self, entry: TapedCall, values: list[Any]) -> None:
+        if entry.assigned is not None:
+            entry.assigned.repeat()
         if entry.module is not None and entry.module.training != entry.training:
             raise ExecutionError(
                 f"stage {self.name!r}: module {entry.name!r} changed between train() and eval() after forward; "

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import cached_property
 from itertools import compress
 from operator import is_, is_not, itemgetter
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ Table = dict[Any, Any]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _REGISTRIES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_SETTABLE = frozenset({"", "_buffers", "other"})
 _SEQUENCES = (list, deque, set)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SWITCHES = frozenset({type(None), bool})
@@ -182,13 +184,19 @@ class Layout:
         table = tables[n]
         if type(table) is dict:
             table[key] = value
-        else:
+        elif table is not None:
             _base_of(table).__setitem__(table, key, value)
 
     def label(self, index: int) -> Label:
         """What the tensor in a place is."""
         n, key = self._places[index]
         return Label(f"{self._paths[n]}.{key}".strip("."), self._registries[n] == "_buffers", is_beside=False)
+
+    @cached_property
+    def settable(self) -> dict[str, int]:
+        """By name, where values are that code outside of a module may set: no parameters, submodules or hooks."""
+        found = [(i, n, key) for i, (n, key) in enumerate(self._places) if self._registries[n] in _SETTABLE]
+        return {f"{self._paths[n]}.{key}": i for i, n, key in found if n >= len(self._base) or key not in _REGISTRIES}
 
     def path(self, number: int) -> str:
         """Where a container is."""
@@ -370,6 +378,55 @@ class Cells:
             look = self._layout.look()
             assert look is not None
         return look
+
+
+class Assigned(NamedTuple):
+    """What was put in some cells."""
+
+    layout: Layout
+    values: Mapping[int, Any]
+    """By place."""
+
+    def repeat(self) -> None:
+        """Put it there again."""
+        tables = self.layout.resolved()
+        for index, value in self.values.items():
+            self.layout.set(tables, index, value)
+
+
+class CellWatch:
+    """Notices what the code between a stage's calls puts in cells of its units.
+
+    That code is not on a tape, so the unit that comes next must find it there. What has a graph is not noted: capture
+    looks after it. To look at every call takes longer than many calls do: whoever runs stages does so when a stage runs
+    for the first time, and later where that has shown something.
+
+    Args:
+        units: with their paths.
+    """
+
+    def __init__(self, units: Iterable[tuple[str, nn.Module]]) -> None:
+        self.has_seen_one = False
+        """Whether something was set in this run of the stage."""
+        self._cells = {path: Cells(unit.named_modules(prefix=path)) for path, unit in units}
+        self._left = {path: cells.look().kept() for path, cells in self._cells.items()}
+
+    def before_call(self, path: str) -> Assigned | None:
+        """A unit is about to be called: what was set in its cells since it was left; None: nothing."""
+        left, now = self._left[path], self._cells[path].look()
+        kept, before = now.kept().values, left.layout.settable
+        found = {
+            index: kept[index]
+            for name, index in now.layout.settable.items()
+            if not (name in before and left.values[before[name]] is kept[index])
+            if kept[index] is not _Hidden and not isinstance(kept[index], _Detached)
+        }
+        self.has_seen_one |= bool(found)
+        return Assigned(now.layout, found) if found else None
+
+    def after_call(self, path: str) -> None:
+        """It has returned."""
+        self._left[path] = self._cells[path].look().kept()
 
 
 def fill(container: Any, content: Any) -> None:

@@ -48,8 +48,12 @@ class RecordedState:
         return self._environments[k - 1].look()
 
     def begin(self, k: int) -> None:
-        """Stage k begins in the recorded forward."""
+        """Stage k is about to make its first call in the recorded forward."""
         self._marks[k] = self._environments[k - 1].mark(observes=True)
+
+    def has_begun(self, k: int) -> bool:
+        """Whether it has."""
+        return k in self._marks
 
     def end(self, k: int) -> None:
         """Stage k has run in the recorded forward."""
