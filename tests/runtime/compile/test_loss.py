@@ -19,6 +19,7 @@ from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile import loss as compiled_loss
 from lowtide.runtime.compile.compiled import Compilation, CompiledStages
 from lowtide.runtime.compile.loss import functions_of
+from lowtide.runtime.fitting import fit
 from lowtide.runtime.measure.measure import measure_split
 from lowtide.runtime.plan.attach import attach
 
@@ -62,7 +63,7 @@ class Language(nn.Module):
 
 def texts(number: int = 3) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, WORDS, (8, 32), generator=generator) for _ in range(number)]
+    return [torch.randint(0, WORDS, (8, 16), generator=generator) for _ in range(number)]
 
 
 @pytest.fixture(autouse=True)
@@ -249,6 +250,7 @@ def test_a_small_loss_under_the_plan_of_a_large_one_is_compiled_as_that_was(monk
 def test_after_a_small_loss_a_large_one_is_looked_for_again(monkeypatch):
     text = texts()[0]
     monkeypatch.setattr(compiled_loss, "_WORTH_BYTES", text.numel() * WORDS * 2)
+    monkeypatch.setattr(fit, "DEFAULT_BUDGETS", (0.0,))
     model, options = Language(), OPTIONS | {"variants": True}
     with lowtide.fit(model, text, memory_budget="1GiB", compile_stages={"backend": EXACT}, **options) as plan:
         monkeypatch.setattr(type(plan._part.execution), "has_variants", True)  # it serves no smaller shapes

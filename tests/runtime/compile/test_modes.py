@@ -16,6 +16,7 @@ import lowtide
 from lowtide import Forward
 from lowtide.runtime.compile.compiled import _compiled_function
 from lowtide.runtime.compile.modes import Modes
+from lowtide.runtime.fitting import fit
 from lowtide.runtime.fitting.compiling import CompiledPlanning
 from lowtide.runtime.measure import figures as measure_figures
 from lowtide.runtime.measure.timing import Timing
@@ -88,6 +89,7 @@ def quick_variants(monkeypatch):
     """Variants are compiled under any budget; measured after the stage itself, they are quicker, and preferred."""
     order = itertools.count(1)
     monkeypatch.setattr(measure_figures, "timed", lambda *_: Timing(1 / next(order)))
+    monkeypatch.setattr(fit, "DEFAULT_BUDGETS", (0.8, 0.0))  # the first can run with dropout
     monkeypatch.setattr(CompiledPlanning, "_only_blocks", partialmethod(CompiledPlanning._planned_with, regions=False))
 
 

@@ -773,7 +773,7 @@ class _Planned:
 @pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
 def test_fit_plans_for_regions_where_not_everything_fits() -> None:
     model, text = Language(2, dropout=0.0), texts(batch=64)[0]
-    options = {**OPTIONS, "compile_stages": REGIONS}
+    options = {**OPTIONS, **regions_with(UNPARTITIONED)}
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.fit(model, text, memory_budget=1, **options)
     # A share of it would be a share of all that lives in this process, too.
@@ -784,9 +784,7 @@ def test_fit_plans_for_regions_where_not_everything_fits() -> None:
         model.load_state_dict(Language(2).state_dict())
         model.zero_grad()
         found = train(model, texts(batch=64))
-    plain = Language(2, dropout=0.0)
-    plain.compile(backend=BACKEND, dynamic=False)
-    assert_equal(found, train(plain, texts(batch=64)))
+    assert_equal(found, train(Language(2, dropout=0.0), texts(batch=64)))
 
 
 @pytest.mark.parametrize("options", [{"regions": "yes"}, {"regions": True, "dynamic": True}])

@@ -22,15 +22,9 @@ import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.chain import Stage, Variant
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.compile.compiled import (
-    DEFAULT_BUDGETS,
-    Compilation,
-    CompiledStages,
-    _compiled_function,
-    copies_images,
-)
+from lowtide.runtime.compile.compiled import Compilation, CompiledStages, _compiled_function, copies_images
 from lowtide.runtime.compile.regions import forget_regions
-from lowtide.runtime.fitting import compiling
+from lowtide.runtime.fitting import compiling, fit
 from lowtide.runtime.fitting.compiling import CompiledPlanning
 from lowtide.runtime.fitting.fit import _compilation
 from lowtide.runtime.measure import figures as measure_figures
@@ -106,10 +100,10 @@ def compiled_numbers(build=deep) -> dict[str, torch.Tensor]:
     return train(model, batches(SHAPE, 3))
 
 
-def compiled_and_measured(model: nn.Module, backend=BACKEND, **options):
+def compiled_and_measured(model: nn.Module, backend=BACKEND, budgets=BUDGETS, **options):
     x = batches(SHAPE, 1)[0].requires_grad_()
     split = capture(model, x, blocks=True)
-    compiled = CompiledStages(model, split, {"backend": backend, "dynamic": False}, BUDGETS)
+    compiled = CompiledStages(model, split, {"backend": backend, "dynamic": False}, budgets)
     return split, compiled, measure_split(model, split, x, compiled=compiled, **options)
 
 
@@ -195,6 +189,12 @@ def _nothing_left_behind():
     gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def _few_variants(monkeypatch):
+    """Each is compiled, and they differ in what they save alone."""
+    monkeypatch.setattr(fit, "DEFAULT_BUDGETS", BUDGETS)
+
+
 @pytest.fixture(scope="module", params=[deep, batch_normalised])
 def compiled_model(request):
     model = request.param()
@@ -220,7 +220,7 @@ def test_any_schedule_with_variants_gives_the_numbers_of_the_compiled_model(comp
 
 def test_statistics_that_a_block_reads_are_as_they_were_when_it_runs_again() -> None:
     model = reading_statistics()
-    split, compiled, chain = compiled_and_measured(model)
+    split, compiled, chain = compiled_and_measured(model, budgets=())
     operations = [Forward(1, "all"), Forward(2, "keep"), Forward(3, "all"), Forward(4, "all"), Backward(4), Backward(3)]
     operations += [Forward(2, "all"), Backward(2), Backward(1)]
     with attach(model, _as_solution(chain, Schedule("by hand", operations)), split=split):
@@ -280,7 +280,7 @@ def test_variants_are_compiled_only_where_not_everything_fits() -> None:
         assert all(not stage.variants for stage in plan.chain.stages)
     assert compiled_under == num_graphs * [1.0]
     with lowtide.fit(deep(), x, memory_budget=share_of_plain_peak(0.9), **RECOMPUTE, **options) as plan:
-        assert sorted(compiled_under) == sorted(num_graphs * [1.0, *DEFAULT_BUDGETS])  # what was compiled is used
+        assert sorted(compiled_under) == sorted(num_graphs * [1.0, *BUDGETS])  # what was compiled is used
         assert any(stage.variants for stage in plan.chain.stages)
 
 
@@ -314,7 +314,6 @@ class WrongForOtherShapes:
 
     def backend(self, graph, inputs):
         is_lean = torch._functorch.config.activation_memory_budget < 1
-        graph = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
         def run(*args):
             outputs = graph(*args)
@@ -341,8 +340,6 @@ def test_variants_are_used_for_the_shapes_that_they_were_checked_for(monkeypatch
     sizes = (SHAPE[0], SHAPE[0] // 2, SHAPE[0] // 4, SHAPE[0])
     steps = [batches((size, SHAPE[1]), 1)[0] for size in sizes]
     plain, model, shared = deep(2), deep(2), deep(2)
-    for block in plain:
-        block.compile(backend=BACKEND, dynamic=False)
     expected = train(plain, steps)
     x = batches(SHAPE, 1)[0].requires_grad_()
     with lowtide.fit(model, x, memory_budget="1GiB", **RECOMPUTE, **options) as plan:
@@ -397,7 +394,7 @@ def refusal_of(variant: str, chain: lowtide.Chain) -> str:
 def test_a_variant_that_draws_dropout_anew_is_refused_in_one_line() -> None:
     build = functools.partial(deep, dropout=0.3)
     model = build()
-    split, compiled, chain = compiled_and_measured(model)
+    split, compiled, chain = compiled_and_measured(model, budgets=(0.0,))
     assert "draws new random numbers (dropout)" in refusal_of("budget 0", chain)
     assert all(variant.name != "budget 0" for stage in chain.stages for variant in stage.variants)
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="rotor", manage_weights=False)
@@ -471,7 +468,7 @@ def counting() -> nn.Sequential:
 
 def test_a_variant_that_fails_is_refused_in_one_line() -> None:
     model = counting()
-    split, compiled, chain = compiled_and_measured(model)
+    split, compiled, chain = compiled_and_measured(model, budgets=(0.0,))
     assert "it fails: one of the variables needed for gradient computation" in refusal_of("budget 0", chain)
     solution = lowtide.solve(chain, memory_budget="1GiB", strategy="rotor", manage_weights=False)
     with attach(model, solution, split=split):
@@ -572,7 +569,7 @@ def test_variants_under_autocast() -> None:
     for block in plain:
         block.compile(backend=BACKEND, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):
-        split, compiled, chain = compiled_and_measured(model)
+        split, compiled, chain = compiled_and_measured(model, budgets=(0.0,))
     k = 2
     variant = chain.stage(k).num_variants - 1
     assert chain.stage(k).variants[variant - 1].name == "budget 0"
