@@ -24,7 +24,7 @@ from lowtide.errors import ExecutionError, InfeasibleBudgetError, PlanError
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.stepping import StagedSteps
 from lowtide.runtime.fitting import trials, ways
-from lowtide.runtime.fitting.moving import Moving, as_timed, is_faster, joint_solution, moving_chain
+from lowtide.runtime.fitting.moving import Moving, as_timed, host_bytes_of, is_faster, joint_solution, moving_chain
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure import timing, weights
 from lowtide.runtime.measure.measure import capture_and_measure
@@ -349,7 +349,8 @@ def test_optimizer_state_that_is_loaded_without_room_on_the_host():
             assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_activations_stay_where_the_host_has_no_room_for_them():
+def six_stages() -> tuple[Moving, Settings]:
+    """A chain whose activations take far more than its weights."""
     stages = [
         lowtide.Stage(
             str(k), 1.0, 2.0, 400 * 1024, 4000 * 1024, weight_bytes=1024, optimizer_bytes=2048, update_seconds=0.1
@@ -362,6 +363,18 @@ def test_activations_stay_where_the_host_has_no_room_for_them():
     settings = Settings(
         12000 * 1024, "joint", 40_000_000, None, "adamw", square, None, False, True, None, Checks.SPOT, None
     )
+    return moving, settings
+
+
+def test_state_that_stays_on_the_device_has_room_on_the_host_for_when_it_is_loaded():
+    moving, settings = six_stages()
+    solution = joint_solution(moving, replace(settings, memory_budget=2**30))
+    assert not any(isinstance(op, Offload | Release) and op.kind == "opt" for op in solution.schedule.operations)
+    assert host_bytes_of(moving, solution) == 6 * (1024 + 2048)  # and gradients, which move
+
+
+def test_activations_stay_where_the_host_has_no_room_for_them():
+    moving, settings = six_stages()
     free = joint_solution(moving, settings)
     assert any(isinstance(op, Offload) and op.kind in ("a", "abar") for op in free.schedule.operations)
     weights_alone = 6 * 4096
