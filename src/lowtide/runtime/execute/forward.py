@@ -114,9 +114,9 @@ class ExecutedForward(StagedForward):
             self._before = self._random or machine.generators.state()
         self._mark, self._writes, self._is_called = None, None, False
         if not self.tracking:  # nobody tells what its code between units does
-            self._begin_calls()
+            self._begin_calls(begins_with_unit=False)
 
-    def _begin_calls(self) -> None:
+    def _begin_calls(self, *, begins_with_unit: bool) -> None:
         """The current stage is about to make its first call: what its code has set before that is found again."""
         self._is_called = True
         environment = self.machine.environment_of(self.stage)
@@ -127,7 +127,8 @@ class ExecutedForward(StagedForward):
                 self._writes = Writes(partial(environment.write_ahead, self._mark))
             if self.tape is not None:
                 self.tape.on_held = partial(self._note_held, environment, self._mark)
-                self.tape.cell_watch = self.machine.cell_watch_of(self.stage, observes=self._mark.observes)
+            if self._mark.observes or self.stage in self.machine.setting_cells:
+                self.watch_cells(self.machine.model, begins_with_unit=begins_with_unit)
 
     def _note_held(self, environment: Environment, mark: Mark, tensor: torch.Tensor) -> None:
         """The code between units is about to use a tensor that no stage has made."""
@@ -142,7 +143,7 @@ class ExecutedForward(StagedForward):
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Hand over what the first run of stage k left."""
         if not self._is_called:
-            self._begin_calls()
+            self._begin_calls(begins_with_unit=False)
         super().end_stage(k, outputs)
         run = self.step.runs[k]
         if self.tape is not None and self.tape.refusal is not None:
@@ -194,7 +195,7 @@ class ExecutedForward(StagedForward):
     ) -> Any:
         """Run one call of the current stage under its hooks."""
         if not self._is_called:
-            self._begin_calls()
+            self._begin_calls(begins_with_unit=module is not None)
         if self._writes is not None:
             return self._observe(self._writes, name, call, args, kwargs, module)
         if self._hooks is None:

@@ -21,7 +21,6 @@ from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
-from lowtide.runtime.state.cells import CellWatch
 from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 from lowtide.runtime.transfer.cargo import Tier
@@ -237,15 +236,6 @@ class Machine:
             yield
         finally:
             self.spot_checks = checks
-
-    def cell_watch_of(self, k: int, *, observes: bool) -> CellWatch | None:
-        """What notices cells of units that are set between the calls of stage k; None: it is known that none are.
-
-        With `observes` it is to be seen in any case.
-        """
-        if k not in self.setting_cells and not observes:
-            return None
-        return CellWatch((path, self.model.get_submodule(path)) for path in self.layout.paths_of(k))
 
     # Random numbers
 

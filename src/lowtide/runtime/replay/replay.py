@@ -27,7 +27,6 @@ from lowtide.runtime.model.interception import Interception
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StagedForward, StageLayout
 from lowtide.runtime.replay.tape import Ledger, Origin, Tape
-from lowtide.runtime.state.cells import CellWatch
 from lowtide.runtime.state.environment import is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
 
@@ -287,9 +286,7 @@ class _RecordedForward(StagedForward):
             self._is_called = True
             if self._on_first_call is not None:
                 self._on_first_call()
-            if self.tape is not None:
-                paths = self.layout.paths_of(self.stage)
-                self.tape.cell_watch = CellWatch((path, self._model.get_submodule(path)) for path in paths)
+            self.watch_cells(self._model, begins_with_unit=module is not None)
         return super().invoke(name, call, args, kwargs, module)
 
     def _origin_in_attribute(self, tensor: torch.Tensor) -> Origin | None:

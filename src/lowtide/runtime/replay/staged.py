@@ -25,6 +25,7 @@ from lowtide.runtime.model.functions import functions_handed_to
 from lowtide.runtime.model.interception import UnitLayer
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.tape import Ledger, Tape
+from lowtide.runtime.state.cells import CellWatch
 from lowtide.runtime.state.rng import GeneratorWatch
 
 
@@ -85,8 +86,8 @@ class StageLayout:
         return StageLayout(self.names, (), (), ())
 
     def paths_of(self, k: int) -> list[str]:
-        """The units of stage k, each once."""
-        return list(dict.fromkeys(path for (path, _), at in zip(self.units, self.stage_at, strict=True) if at == k))
+        """The units of stage k in the order of their calls."""
+        return [path for (path, _), stage in zip(self.units, self.stage_at, strict=True) if stage == k]
 
     @property
     def num_stages(self) -> int:
@@ -153,6 +154,12 @@ class StagedForward:
     def watch_of(self, k: int) -> GeneratorWatch | None:
         """What notices generators that are set between the calls of stage k, which is about to run; None: nothing."""
         return None
+
+    def watch_cells(self, model: torch.nn.Module, *, begins_with_unit: bool) -> None:
+        """From the first call of the current stage on, put what is set in cells of its units on its tape."""
+        paths = self.layout.paths_of(self.stage)
+        if self.tape is not None and not (begins_with_unit and len(paths) == 1):  # else no code comes before its call
+            self.tape.cell_watch = CellWatch((path, model.get_submodule(path)) for path in dict.fromkeys(paths))
 
     def end_stage(self, k: int, outputs: dict[int, torch.Tensor]) -> None:
         """Stage k has run; `outputs` are its tensors, by number, that somebody still holds (that the model returned,
