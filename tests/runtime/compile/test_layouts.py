@@ -17,6 +17,7 @@ from lowtide import Schedule
 from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function
 from lowtide.runtime.compile.layouts import ChannelsLast
+from lowtide.runtime.compile.regions import regions_of
 from lowtide.runtime.fitting import compiling, layouts, trials
 from lowtide.runtime.measure import variants
 from lowtide.runtime.measure.measure import measure_split
@@ -125,13 +126,13 @@ class Strides:
 
 @pytest.fixture(params=[0.001], ids=["faster"])
 def trial(request, monkeypatch):
-    """Trial steps are timed, as on CUDA, and those with channels last take so long; others take 2 ms."""
+    """Trial steps are timed, as on CUDA: those with channels last take so long, in regions 1.9 ms, others 2 ms."""
     tried = trials._tried
 
     def timed(model, sample, planned, settings, **others):
         is_so = settings.compilation is not None and settings.compilation.channels_last
         found = tried(model, sample, planned, settings, **others)
-        return dataclasses.replace(found, seconds=request.param if is_so else 0.002)
+        return dataclasses.replace(found, seconds=request.param if is_so else 0.0019 if regions_of(model) else 0.002)
 
     for module in (trials, compiling, layouts):
         monkeypatch.setattr(module, "is_timed", lambda device: True)
@@ -185,7 +186,8 @@ def test_images_enter_with_channels_last_where_steps_are_faster_so(tmp_path) -> 
 def test_beside_the_whole_model_which_converts_images_once_blocks_are_tried_as_they_are() -> None:
     backend, model = Strides(), Network(depth=6)
     with lowtide.fit(model, images(), memory_budget="1GiB", **OPTIONS, compile_stages={"backend": backend}):
-        assert len(backend.have_channels_last) > 1  # the whole, and blocks; which is faster is not said here
+        assert regions_of(model) is not None
+        assert len(backend.have_channels_last) > 1  # blocks, too
         assert not any(backend.have_channels_last)
 
 

@@ -651,3 +651,34 @@ def test_what_backward_never_reaches_is_not_kept() -> None:
     finally:
         gc.enable()
     assert len(set(live)) == 1, "memory is flat without the collector's help"
+
+
+DEPTH = {"now": 0}
+
+
+class ReadsGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x) * DEPTH["now"]))
+
+
+class SetsGlobal(nn.Module):
+    """Tells its blocks a number where no stage can find it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsGlobal() for _ in range(4))
+
+    def forward(self, x):
+        for depth, block in enumerate(self.blocks):
+            DEPTH["now"] = depth
+            x = block(x)
+        return x
+
+
+def test_a_global_that_the_models_code_changes_is_refused_with_what_to_do() -> None:
+    with pytest.raises(lowtide.CaptureError, match=r"read a global .*\? Pass it as an argument, or set it as an attri"):
+        lowtide.measure(SetsGlobal(), torch.randn(8, 16))

@@ -108,9 +108,17 @@ class RegionLayer(Layer):
     """
 
     __slots__ = (
-        "_compilers", "_functions", "_hooks", "_modes", "_regions", "_shapes",
-        "choice", "joins", "num_variants", "split",
-    )  # fmt: skip
+        "_compilers",
+        "_functions",
+        "_hooks",
+        "_modes",
+        "_regions",
+        "_shapes",
+        "choice",
+        "joins",
+        "num_variants",
+        "split",
+    )
 
     rank = Rank.CODE
     tells_stages = True

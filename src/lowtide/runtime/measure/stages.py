@@ -301,8 +301,9 @@ class StagedModel:
             if not torch.allclose(first, again.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise CaptureError(
                     "running the stages one after the other gives a different result than the model itself; does a "
-                    "module keep something that changes with each call, besides buffers and numbers"
-                    f"{self._about_buffers()}? Otherwise name coarser stages (stages=...)"
+                    "module read a global that the model's code changes, or keep something that changes with each "
+                    f"call, besides buffers and numbers{self._about_buffers()}? Pass it as an argument, or set it as "
+                    "an attribute of the module that reads it; otherwise name coarser stages (stages=...)"
                 )
 
     def _about_buffers(self) -> str:
