@@ -14,6 +14,7 @@ from papers.pofo.measured import Point, report_lines, summary
 import lowtide
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "chains" / "h200" / "inception_v3-b16-500.json"
+pytestmark = pytest.mark.usefixtures("short_resnet", "unrendered")
 FACTS = {"machine": "m", "torch": "2", "lowtide": "0", "date": "today", "command": "c"}
 
 
@@ -134,7 +135,7 @@ def test_going_on_with_one_memory_ratio_keeps_a_part_of_another(tmp_path, monkey
 
 
 @pytest.fixture(scope="module")
-def split_and_chain():
+def split_and_chain(short_resnet):
     """Of the least network, measured once for all tests."""
     network = execution.Network("resnet18", 64, 2, torch.device("cpu"))
     return network.split, network.chain

@@ -11,6 +11,8 @@ from papers.rotor.results import Point, gain, gain_over, summary
 
 from lowtide import Forward
 
+pytestmark = pytest.mark.usefixtures("short_resnet", "unrendered")
+
 
 def point(strategy: str, seconds: float, peak_bytes: int, **more) -> Point:
     return Point("n", strategy, 8, seconds=seconds, peak_bytes=peak_bytes, **more)

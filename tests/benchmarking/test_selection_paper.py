@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from papers.selection import __main__ as command
 from papers.selection import networks
 from papers.selection.phases import Phase, mean_error, predicted_phases
@@ -24,7 +25,8 @@ def static_cost(sizes, checkpoints):
 
 @pytest.mark.parametrize(("name", "num_layers"), [("vgg19", 24), ("alexnet", 15)])
 def test_a_network_is_cut_into_the_papers_layers_and_stays_the_same(name, num_layers):
-    model, _ = zoo.make(name, batch=1)
+    with torch.device("meta"):  # without weights
+        model, _ = zoo.make(name, device="meta", batch=1)
     before = [id(module) for module in model.network]
     cut = networks.in_layers(name, model.network)
     assert len(cut) == num_layers
@@ -62,7 +64,8 @@ def test_phases_end_with_first_forwards_and_with_backwards():
 
 
 @pytest.mark.slow
-def test_a_run_in_small_and_what_it_writes(tmp_path):
+def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "TINY", [("alexnet", 1)])
     command.main(["--tiny", "--device", "cpu", "--output", str(tmp_path)])
     written = json.loads((tmp_path / "selection-tiny-cpu.json").read_text())
     rows = {row["method"]: row for row in written["rows"]}
