@@ -27,5 +27,5 @@ def test_a_new_round_keeps_some_kinds():
         stored.put(value, 7)
     stored.restart({"w"}, base_bytes=100, gradient_bytes=20)
     assert list(stored) == [("w", 1)]
-    assert stored.bytes_of(("w", 1)) == 7
+    assert stored[("w", 1)] == 7
     assert stored.total_bytes == sum(stored.by_category) == 127

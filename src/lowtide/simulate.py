@@ -33,8 +33,7 @@ counts in the peaks of those first forwards also after a release, unless the hos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from lowtide.chain import Chain, as_chain
 from lowtide.errors import ScheduleError, shown
@@ -101,10 +100,11 @@ def simulate(
 
 def _simulated(chain: Chain, schedule: Schedule, rate: int | None, duplex: bool) -> Trace:
     machine = _Machine(chain, schedule, rate, duplex)
+    seams = [(0.0, machine.seam())]
     machine.run_round()
     if not schedule.manages:
         return machine.trace(machine.clock)
-    seams = [(0.0, _Machine(chain, schedule, rate, duplex).seam()), (machine.clock, machine.seam())]
+    seams.append((machine.clock, machine.seam()))
     period, known = machine.clock, False
     while not known and len(seams) <= _LARGEST_NUM_ROUNDS:
         machine.begin_round()
@@ -342,16 +342,18 @@ class _Machine:
             way = stage.variant(operation.variant)
             made, num_bytes = ("abar", k), way.saved_bytes
             seconds, extra = way.forward_seconds, way.saving_extra_bytes
-            if k == self.next_backward < self.chain.num_stages:  # the next stage is done: nothing needs a[k]
+            if k == self.next_backward < len(self.chain.stages):  # the next stage is done: nothing needs a[k]
                 seconds = way.rerun_seconds
         if made in self.stored:
             self._refuse(f"{_named(made)} is already stored")
         if k in self.makes:
             self._make_side_values(k)
-        for m, held_bytes in () if repeated else stage.outliving:
-            if ("a", m) not in self.stored and ("abar", m) not in self.stored:
-                extra += held_bytes
-        extra += 0 if repeated else self._held_bytes(k)
+        if stage.outliving and not repeated:
+            for m, held_bytes in stage.outliving:
+                if ("a", m) not in self.stored and ("abar", m) not in self.stored:
+                    extra += held_bytes
+        if self.held_long and not repeated:
+            extra += self._held_bytes(k)
         peak = self.stored.total_bytes + num_bytes + extra
         start = self.clock
         self.clock = end = start + seconds
@@ -374,7 +376,8 @@ class _Machine:
         stage = self.chain.stages[k - 1]
         self._use(("abar", k))
         self._use_input(k)
-        self._use_weights(k)
+        if self.manages_weights:
+            self._use_weights(k)
         for value in self.reads.get(k, ()):
             self._use(value)
         way = stage.variant(self.variant[k])
@@ -454,7 +457,7 @@ class _Machine:
             self._refuse(f"{_named(value)} stays on the device (its `stays` is true)")
         self._use(value)
         self.stored.depart(value)
-        end = self._copy("to host", value, self.stored.bytes_of(value))
+        end = self._copy("to host", value, self.stored[value])
         self.leaving[value] = (end, self.index)
         self.host[value] = self.variant.get(value[1], 0) if value[0] == "abar" else 0
 
@@ -485,9 +488,10 @@ class _Machine:
 
     def _check_stage(self, operation: Operation) -> None:
         kind = None if isinstance(operation, COMPUTATIONS) else operation.kind
-        if kind == "s" and operation.stage > len(self.chain.side_values):
-            self._refuse(f"the chain has {len(self.chain.side_values)} side values")
-        if kind != "s" and operation.stage > self.chain.num_stages:
+        if kind == "s":
+            if operation.stage > len(self.chain.side_values):
+                self._refuse(f"the chain has {len(self.chain.side_values)} side values")
+        elif operation.stage > len(self.chain.stages):
             self._refuse(f"the chain has {self.chain.num_stages} stages")
         if kind in ("w", "opt") and kind not in self.schedule.manages:
             self._refuse(f'the schedule does not manage "{kind}"')
@@ -502,16 +506,21 @@ class _Machine:
             self._refuse(f"{_named(value)} is not on the device")
         if value in self.arriving:
             self._wait(*self.arriving.pop(value))
-        if self.stored.is_in_flight(value) and value not in self.leaving:
+        if value not in self.leaving and self.stored.is_in_flight(value):
             self.stored.settle(value)
 
     def _use_input(self, k: int) -> None:
         """Require a[k-1], on its own or inside abar[k-1], whichever is there first."""
-        present = [value for value in (("a", k - 1), ("abar", k - 1)) if value in self.stored]
-        if not present:
-            missing = f"neither a[{k - 1}] nor abar[{k - 1}] is" if k > 1 else "a[0] is not"
-            self._refuse(f"{missing} on the device")
-        self._use(min(present, key=lambda value: self.arriving.get(value, (0.0, 0))[0]))
+        alone, inside = ("a", k - 1), ("abar", k - 1)
+        if inside not in self.stored:
+            if alone not in self.stored:
+                missing = f"neither a[{k - 1}] nor abar[{k - 1}] is" if k > 1 else "a[0] is not"
+                self._refuse(f"{missing} on the device")
+            self._use(alone)
+        elif alone not in self.stored:
+            self._use(inside)
+        else:
+            self._use(min(alone, inside, key=lambda value: self.arriving.get(value, (0.0, 0))[0]))
 
     def _wait(self, until: float, copied_by: int) -> None:
         if until > self.clock:
@@ -573,12 +582,5 @@ def _side_values_by_stage(chain: Chain) -> tuple[_Sized, dict[int, list[Value]],
     return makes, reads, last_reads
 
 
-_Timed = TypeVar("_Timed", Step, Copy)
-
-
 def _named(value: Value) -> str:
     return f"{value[0]}[{value[1]}]"
-
-
-def _shifted(record: _Timed, seconds: float) -> _Timed:
-    return replace(record, start_seconds=record.start_seconds - seconds, end_seconds=record.end_seconds - seconds)

@@ -40,6 +40,8 @@ Singles = NDArray[np.float32]
 NUM_KEPT = 3
 # Of two sequences that take the same time for the Δ in question the one with less T + L serves other Δ better.
 _TIE = 1e-4
+# Fewer rows take less time than to hand them to a thread.
+_FEWEST_ROWS = 8
 
 
 class Blocks(NamedTuple):
@@ -107,12 +109,17 @@ def blocks_of(
         1 / bandwidth,
         (1 + 1e-15) / sizes.unit_bytes,
     )
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    num_threads = os.cpu_count() or 1
+    with ThreadPoolExecutor(num_threads) as pool:
         for length in range(1, n):
             firsts = [i for i in range(1, n - length + 1) if row[i, i + length - 1] >= 0]
-            step = max(1, -(-len(firsts) // (4 * (os.cpu_count() or 1))))
-            parts = [firsts[begin : begin + step] for begin in range(0, len(firsts), step)]
-            list(pool.map(lambda part, length=length: _fill(chain, blocks, np.array(part), length), parts))
+            step = max(_FEWEST_ROWS, -(-len(firsts) // (4 * num_threads)))
+            parts = [np.array(firsts[begin : begin + step]) for begin in range(0, len(firsts), step)]
+
+            def fill(part: Integers, length: int = length) -> None:
+                _fill(chain, blocks, part, length)
+
+            list(pool.map(fill, parts) if len(parts) > 1 else map(fill, parts))
     return blocks
 
 

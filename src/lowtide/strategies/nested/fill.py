@@ -266,11 +266,14 @@ def fill_rows(costs: Costs, least: Least, slots: Slots) -> Rows | None:
     if sum(one.values.nbytes + one.floors.nbytes // 2 for one in (rows, later)) > _LARGEST_BYTES:
         return None
     firsts, num_blocks = range(1, n + 1, _TILE), rows.floors.shape[2]
+
+    def fill(tile: _Tile) -> None:
+        _fill_tile(costs, least, rows, later, slots.unit_bytes, tile)
+
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(firsts))) as pool:
         for distance in range(len(firsts)):
             corners = zip(firsts, firsts[distance:], strict=False)
             tiles = [_make_tile(n, slots.num_slots, num_blocks, *corner) for corner in corners]
-            jobs = [pool.submit(_fill_tile, costs, least, rows, later, slots.unit_bytes, tile) for tile in tiles]
-            for job in jobs:
-                job.result()
+            # One alone, as of a short chain, takes less time than to start a thread.
+            list(pool.map(fill, tiles) if len(tiles) > 1 else map(fill, tiles))
     return rows
