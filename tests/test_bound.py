@@ -27,7 +27,7 @@ from lowtide.strategies.weights.relaxation import relaxation_of
 
 
 @pytest.mark.parametrize("model", ["paper", "lists"])
-@looped("seed", range(0, 60, 2))
+@looped("seed", range(0, 40, 2))
 def test_no_list_of_two_stages_is_below_it(seed: int, model: str) -> None:
     problem = tiny_problem(seed, 2, optimizer=False)
     best, _ = fastest_period(problem)
@@ -48,7 +48,7 @@ def test_no_longer_list_is_below_it(seed: int, num_stages: int, optimizer: bool)
         assert bound(problem.chain, memory_budget=problem.memory_budget, model=model, **link).seconds <= best
 
 
-@looped("seed", range(12))
+@looped("seed", range(8))
 def test_no_schedule_of_ours_is_below_it(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=3 + seed % 5, optimizer=seed % 3 == 0)
     period = period_of(chain)

@@ -96,9 +96,10 @@ def store_all_schedule(num_stages: int) -> Schedule:
 
 
 def periodic_survey(chain: Chain, *, memory_budget: int | None = None) -> Survey:
-    """A survey without a solver: store-all, and periodic checkpointing with segments of 2, 3, … stages."""
+    """A survey without a solver: store-all, and periodic checkpointing in 3, 4, … segments."""
     store_all = store_all_schedule(chain.num_stages)
-    schedules = [periodic_schedule(chain.num_stages, length) for length in range(2, chain.num_stages // 2)]
+    lengths = {-(-chain.num_stages // parts) for parts in range(3, chain.num_stages // 2 + 1)}
+    schedules = [periodic_schedule(chain.num_stages, length) for length in sorted(lengths)]
     points = [point_of(chain, "segments", schedule) for schedule in schedules]
     kept: list[Point] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):

@@ -32,9 +32,10 @@ def plot(tab, selector):
     return box["x"] + 4.4 * 16, box["x"] + box["width"] - 0.75 * 16, box["y"] + box["height"] / 2
 
 
-@pytest.mark.parametrize("page", ["moving", "deep"])
-@pytest.mark.parametrize("look", ["light", "dark", "phone", "dark phone"])
-def test_it_draws_without_complaint(look, page, browser, moving_file, deep_file):
+@pytest.mark.parametrize(
+    ("page", "look"), [("moving", "light"), ("moving", "dark phone"), ("deep", "dark"), ("deep", "phone")]
+)
+def test_it_draws_without_complaint(page, look, browser, moving_file, deep_file):
     path = {"moving": moving_file, "deep": deep_file}[page][0]
     width = 390 if "phone" in look else 1280
     tab = browser.open(path, width=width, scheme="dark" if "dark" in look else "light")

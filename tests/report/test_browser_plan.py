@@ -56,8 +56,7 @@ def opened(browser, tmp_path):
 RUN = Measured(26e-3, 92 * MIB, "NVIDIA H200", 20)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")], ids=["desktop", "phone"])
 def test_nothing_is_cut_off(width, scheme, opened):
     tab = opened(width=width, scheme=scheme, measured=RUN)
     assert tab.complaints() == []

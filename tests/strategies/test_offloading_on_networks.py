@@ -50,7 +50,8 @@ def test_every_budget_is_kept_and_pofo_is_the_fastest_of_the_exact_ones(chain: C
     high = plain_bytes(chain)
     least = {name: minimum(chain, name, bandwidth) for name in (*MOVING, "rotor")}
     low = least["pofo"]
-    for budget in {low, low + (high - low) // 4, low + (high - low) * 2 // 3, high}:
+    budgets = [low, low + (high - low) // 4, low + (high - low) * 2 // 3, high]
+    for budget in budgets if bandwidth == BANDWIDTHS[1] else budgets[::2]:
         feasible = [name for name in least if budget >= least[name]]
         seconds = {name: checked(chain, name, budget, bandwidth).seconds for name in feasible}
         others = [seconds[name] for name in ("rotor", "offload") if name in seconds]

@@ -18,19 +18,20 @@ from lowtide import Chain, InfeasibleBudgetError, Schedule, Stage, simulate, sol
     "features", [(), *((feature,) for feature in NESTED_FEATURES)], ids=lambda given: " ".join(given)
 )
 def test_it_equals_an_exhaustive_search_of_its_class(sizes: str, features: tuple[str, ...]) -> None:
-    for num_stages in (1, 2, 3, 4, 4):
+    for num_stages in (1, 2, 3, 4):
         chain = random_chain(num_stages, num_stages, sizes=sizes, features=features)
         check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, num_stages)))
 
 
-@looped("chain", random_chains(12, 5, features=NESTED_FEATURES))
-def test_it_equals_an_exhaustive_search_with_features_mixed(chain: Chain) -> None:
+@looped("number", range(12))
+def test_it_equals_an_exhaustive_search_with_features_mixed(number: int) -> None:
+    chain = random_chains(12, 5, features=NESTED_FEATURES)[number]
+    if number // 6:  # there are six kinds of sizes
+        chain = with_random_seconds(chain, seed=1)
     check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, 5)))
-    uneven = with_random_seconds(chain, seed=1)
-    check_curve(uneven, "rotor", curve(uneven, nested_schedules(uneven, 1, 5)))
 
 
-@pytest.mark.parametrize("num_stages", [8, 9, 17, 23])
+@pytest.mark.parametrize("num_stages", [8, 9, 17])  # of one, two and three tiles
 def test_it_equals_a_plain_recursion_on_longer_chains(num_stages: int) -> None:
     for chain in random_chains(12, num_stages, features=NESTED_FEATURES)[num_stages % 3 :: 3]:
         uneven = with_random_seconds(chain, seed=num_stages)
@@ -57,7 +58,7 @@ def test_plain_recursion_and_listing_agree() -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    [*random_chains(36, 3, features=NESTED_FEATURES), *random_chains(9, 4, features=NESTED_FEATURES)],
+    [*random_chains(24, 3, features=NESTED_FEATURES), *random_chains(6, 4, features=NESTED_FEATURES)],
     ids=lambda chain: chain.name,
 )
 def test_no_persistent_schedule_beats_it(chain: Chain) -> None:
@@ -137,7 +138,7 @@ def test_megabytes_are_as_exact_as_bytes(num_stages: int) -> None:
         check_curve(chain, "rotor", curve(chain, nested_schedules(chain, 1, num_stages)))
 
 
-@pytest.mark.parametrize("slots", [1, 3, 40, 500])
+@pytest.mark.parametrize("slots", [1, 40, 500])
 @pytest.mark.parametrize("num_stages", [1, 25, 130])
 def test_no_feasible_budget_is_turned_away(num_stages: int, slots: int) -> None:
     chain = long_chain(num_stages)
@@ -159,7 +160,7 @@ def test_no_feasible_budget_is_turned_away(num_stages: int, slots: int) -> None:
 def test_many_slots_are_hardly_faster_than_the_default() -> None:
     chain = long_chain(130)
     plain = solve(chain, memory_budget=2**60, strategy="store-all")
-    for share in (0.15, 0.4, 0.7, 0.95):
+    for share in (0.15, 0.7):
         budget = int(share * plain.peak_bytes)
         default = solve(chain, memory_budget=budget, strategy="rotor")
         fine = solve(chain, memory_budget=budget, strategy="rotor", slots=4000)

@@ -168,7 +168,7 @@ def test_moving_a_side_value_is_as_fast_as_the_fastest_of_all_ways(strategy, see
             assert solution.seconds <= best + 1e-9
 
 
-@looped("seed", range(60))
+@looped("seed", range(30))
 def test_pofo_reads_off_what_its_search_says_to_fit(seed):
     chain = random_chain(seed, 3 + seed // 5 % 2, features=("side values", "freed early", "large extras"))
     model = ContinuousModel.of(chain, 3, recompute=True)
@@ -187,7 +187,7 @@ def test_what_blocks_make_and_read_themselves_is_recomputed_with_them_as_if_each
         assert solve(cut, memory_budget=point.memory_bytes, strategy="rotor").seconds <= point.seconds
 
 
-@looped("seed", range(24))
+@looped("seed", range(12))
 def test_side_values_that_are_held_count_in_first_forwards_although_they_are_freed(seed):
     chain = random_chain(seed, 3 + seed % 4, features=("side values", "freed early", "variants"))
     held = (replace(side, held_until=min(max(side.readers) + 1, chain.num_stages)) for side in chain.side_values)

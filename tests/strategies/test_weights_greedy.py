@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "chains"
 GREEDY, NODISCOUNT = "weights-greedy", "weights-greedy-nodiscount"
 
 
-@looped("seed", range(20))
+@looped("seed", range(12))
 def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 9, optimizer=seed % 3 == 0)
     period = period_of(chain)

@@ -27,7 +27,7 @@ def test_equal_weights_wait_for_two_copies_each(num_stages: int, bandwidth: int)
     assert solution.seconds == pytest.approx(chain.compute_seconds + 2 * num_stages * 10 / bandwidth)
 
 
-@looped("seed", range(60))
+@looped("seed", range(30))
 def test_it_works_from_its_minimum_on_and_not_below(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=1 + seed % 7, optimizer=seed % 3 == 0)
     period = period_of(chain)

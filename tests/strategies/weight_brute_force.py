@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -230,6 +231,7 @@ class TinyProblem:
         return Start(frozenset(device), frozenset(host))
 
 
+@functools.cache  # several tests ask for the same
 def fastest_period(problem: TinyProblem) -> tuple[float, Schedule | None]:
     """The least period of all legal lists, and one list that has it; infinity where none fits.
 

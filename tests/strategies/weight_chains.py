@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 from tests.strategies.weight_brute_force import TinyProblem
@@ -59,6 +60,7 @@ def transformer_chain(num_blocks: int, compute_seconds: float, *, activation_byt
     return Chain("transformer", [embedding, *blocks, Stage("loss", 0.0, 0.0, 0, 0)])
 
 
+@functools.cache
 def tiny_problem(seed: int, num_stages: int, *, optimizer: bool) -> TinyProblem:
     """A random chain with a budget that is mostly tight."""
     chain, pick = (

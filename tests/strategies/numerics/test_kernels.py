@@ -32,6 +32,19 @@ from lowtide.strategies.numerics.kernels import kernel_part
 def added():
     return {more}
 """
+# Each import is as if in a process of its own: what it compiled, or found on disk, is forgotten.
+IMPORTS = """
+import importlib, sys
+from pathlib import Path
+
+for caller, callee in {sources!r}:
+    Path({folder!r}, "caller.py").write_text(caller)
+    Path({folder!r}, "numerics", "callee.py").write_text(callee)
+    for name in [name for name in sys.modules if name.startswith("lowtide")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    importlib.import_module("lowtide.strategies.caller")
+"""
 
 
 def test_a_record_with_another_name_and_a_part_changed_in_another_file_are_compiled_anew(tmp_path: Path) -> None:
@@ -41,19 +54,17 @@ def test_a_record_with_another_name_and_a_part_changed_in_another_file_are_compi
     (numerics / "kernels.py").write_text(Path(kernels.__file__).read_text())
     for package in (numerics, numerics.parent, numerics.parent.parent):
         (package / "__init__.py").touch()
-    for name, more in (("Before", 0), ("After", 0), ("After", 1)):
-        (numerics.parent / "caller.py").write_text(CALLER.format(name=name))
-        (numerics / "callee.py").write_text(CALLEE.format(more=more))
-        environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", "import lowtide.strategies.caller"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout) == 3 + more
+    cases = (("Before", 0), ("After", 0), ("After", 1))
+    sources = [(CALLER.format(name=name), CALLEE.format(more=more)) for name, more in cases]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", IMPORTS.format(sources=sources, folder=str(numerics.parent))],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert [float(line) for line in done.stdout.split()] == [3 + more for _, more in cases]
     assert list((numerics.parent / "__pycache__").glob("caller.total*.nbi"))
 
 

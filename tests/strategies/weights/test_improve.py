@@ -16,7 +16,7 @@ def _problem(chain, memory_budget, bandwidth, duplex=True):
     return Problem(chain, memory_budget, bandwidth, duplex, evaluate)
 
 
-@looped("seed", range(20))
+@looped("seed", range(12))
 def test_it_is_faster_or_nothing(seed: int) -> None:
     chain = random_weight_chain(seed, num_stages=3 + seed % 6, optimizer=seed % 3 == 0)
     period = period_of(chain)

