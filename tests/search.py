@@ -179,6 +179,9 @@ def _stored_bytes(chain: Chain, state: _State) -> int:
 def _moves_with_side_values(
     chain: Chain, state: _State, persistent: bool
 ) -> Iterator[tuple[Operation, _State, float, int]]:
+    if not chain.side_values:
+        yield from _moves(chain, state, persistent)
+        return
     for i in state.sides:
         yield Release("s", i + 1), replace(state, sides=state.sides - {i}), 0.0, _stored_bytes(chain, state)
     for operation, after, takes, peak in _moves(chain, state, persistent):
