@@ -58,7 +58,7 @@ def test_plain_recursion_and_listing_agree() -> None:
 
 @pytest.mark.parametrize(
     "chain",
-    [*random_chains(24, 3, features=NESTED_FEATURES), *random_chains(6, 4, features=NESTED_FEATURES)],
+    [*random_chains(36, 3, features=NESTED_FEATURES), *random_chains(9, 4, features=NESTED_FEATURES)],
     ids=lambda chain: chain.name,
 )
 def test_no_persistent_schedule_beats_it(chain: Chain) -> None:
