@@ -232,7 +232,7 @@ STRUCTURE = [
     Awkward("errors that blocks catch", stack(structure.FallsBack), (8, structure.WIDTH), fitted=256),
     Awkward("weights that blocks compute", stack(structure.Hypernetwork), (64, structure.WIDTH)),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
-    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
+    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 2), (2, 3, 8, 8), num_stages=10),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),
     Awkward("losses handed to a closure", partial(coverage_shapes.ReportingBlocks, 16, 4), (8, 16), num_stages=5),
     Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15),
