@@ -178,7 +178,7 @@ PATHS = [
             f"layers left out: {way}",
             partial(paths.Skipping, way),
             (16, paths.WIDTH),
-            8,
+            5,
             measured=paths.whole,
             skips=True,
         )
@@ -189,7 +189,7 @@ PATHS = [
             f"layers left out of the sample too, {share}",
             partial(paths.Skipping, "skips", share, nn.LayerNorm),
             (16, paths.WIDTH),
-            8,
+            5,
             skips=True,
             fitted=256,
         )
@@ -199,7 +199,7 @@ PATHS = [
         "layers with statistics left out of the sample too",
         partial(paths.Skipping, "skips", 0.4),
         (16, paths.WIDTH),
-        8,
+        5,
         skips=True,
     ),
     *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way)), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
