@@ -121,8 +121,8 @@ ATTRIBUTES = [
         for how, shares in {"each block a number": False, "all blocks a number": True}.items()
     ),
     *(
-        Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=256)
-        for way in ("helper", "named_buffers", "built name")
+        Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=fitted)
+        for way, fitted in {"helper": 0, "named_buffers": 0, "built name": 256}.items()
     ),
     *(
         Awkward(f"attribute {way}", stack(partial(attributes.Unregistered, way)), NARROW)
@@ -154,7 +154,7 @@ CONTAINERS = [
             WIDE,
             loop=containers.clearing,
             num_stages=6,
-            fitted=256,
+            fitted=0 if detached else 256,
         )
         for name, detached in {"with graphs": False, "without graphs": True}.items()
     ),
@@ -191,9 +191,9 @@ PATHS = [
             (16, paths.WIDTH),
             5,
             skips=True,
-            fitted=256,
+            fitted=fitted,
         )
-        for share in (0.2, 0.6)
+        for share, fitted in {0.2: 0, 0.6: 256}.items()
     ),
     Awkward(
         "layers with statistics left out of the sample too",
@@ -241,7 +241,7 @@ STRUCTURE = [
 SHARED = [
     *(
         Awkward(f"blocks share a place: {kind}", partial(shared.sharing, kind), (8, 8), num_stages=10, fitted=fitted)
-        for kind, fitted in {"object": 256, "dataclass": 0, "closure": 256}.items()
+        for kind, fitted in {"object": 0, "dataclass": 0, "closure": 256}.items()
     ),
     Awkward("layers share an object", partial(shared.tapped, is_view=False), (8, 8), num_stages=6),
     Awkward("layers share an object with views", partial(shared.tapped, is_view=True), (8, 8), num_stages=6),
