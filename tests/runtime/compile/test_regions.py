@@ -109,7 +109,7 @@ class Simple(nn.Module):
         return F.cross_entropy(self.scores(text).flatten(0, 1), text.flatten())
 
 
-def texts(number: int = 3, batch: int = 4) -> list[torch.Tensor]:
+def texts(number: int = 2, batch: int = 4) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (batch, LENGTH), generator=generator) for _ in range(number)]
 
