@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self, dropout: float = 0.0, depth: int = 3) -> None:
+    def __init__(self, dropout: float = 0.0, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Conv2d(3, CHANNELS, 3)
@@ -184,7 +184,7 @@ def test_images_enter_with_channels_last_where_steps_are_faster_so(tmp_path) -> 
 
 @pytest.mark.usefixtures("trial")
 def test_beside_the_whole_model_which_converts_images_once_blocks_are_tried_as_they_are() -> None:
-    backend, model = Strides(), Network(depth=6)
+    backend, model = Strides(), Network(depth=4)
     with lowtide.fit(model, images(), memory_budget="1GiB", **OPTIONS, compile_stages={"backend": backend}):
         assert regions_of(model) is not None
         assert len(backend.have_channels_last) > 1  # blocks, too

@@ -406,6 +406,7 @@ def test_the_faster_of_two_plans_is_taken_and_the_other_leaves_nothing() -> None
         assert (found[1] is other) == is_other
         assert (regions_of(model) is None) == is_other
         found[1].remove()
+        assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
 
     def refuse():
         raise lowtide.InfeasibleBudgetError("no", minimum_bytes=1)
