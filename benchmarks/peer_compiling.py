@@ -1,60 +1,192 @@
-"""Compiles what `benchmarks.peers` measures, several networks side by side, before it measures them alone.
+"""Compiles what `benchmarks.peers` measures, side by side, before it measures each network alone.
+
+    python -m benchmarks.peer_compiling --device cuda gpt 0.5        # one of its processes: the whole model at a ratio
+    python -m benchmarks.peer_compiling --device cuda gpt lowtide    # or what lowtide compiles
 
 Compiling takes minutes, most of them in one thread, and leaves its results in the compiler's cache on disk. So each
-network's rows are made once in a process of its own, beside others, and thrown away; afterwards they are made again,
-alone, and what was compiled is read.
+ratio of a network, and lowtide, is compiled in a process of its own, beside others; afterwards rows are measured alone,
+and what was compiled is read. Every process begins with nothing compiled: what lowtide takes is not what the whole
+model left, so the seconds of both can be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.peer_networks import Network
+import torch
+from benchmarks import harness
+from benchmarks.peer_networks import NETWORKS, TINY, Network
+from benchmarks.peer_ways import compiled_whole
+from benchmarks.refusing import Parser, refuse_unless_chosen
+from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+import lowtide
 
 # Of the time that a run may take: what is left is for measuring, which has to compile what did not end.
 SHARE_OF_TIME = 0.6
 
+LOWTIDE = "lowtide"
 
-def compile_side_by_side(networks: Sequence[Network], num_processes: int, options: Sequence[str], until: float) -> None:
-    """Make the compiled rows of each network in a process of its own, some at a time.
+_MUCH = 2**40  # bytes: room for everything, on a CPU
+
+# Of the memory in which everything is stored: lowtide compiles more where that is not there.
+_SHARE_OF_MEMORY = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """What one process took with nothing compiled before."""
+
+    network: str
+    way: str
+    """`LOWTIDE`, or the compiler's ratio: "1" is the whole model as it is compiled by default."""
+    seconds: float
+
+
+def compile_side_by_side(
+    networks: Sequence[Network], ratios: Sequence[float], num_processes: int, options: Sequence[str], until: float
+) -> list[Cold]:
+    """Compile the rows of networks, each way of each in a process of its own, some at a time.
 
     Args:
         networks: largest first, as far as that is known.
+        ratios: of `activation_memory_budget`, besides the whole model as it is.
         num_processes: how many at a time.
-        options: of the command, without those that choose networks, passes, time and folder.
+        options: of this command, without the network and the way.
         until: the time (of `time.monotonic`) at which those that have not ended are.
     """
-    waiting = list(networks)
-    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    # What takes longest, and what is compared, comes first.
+    waiting = [(network, way) for network in networks for way in (LOWTIDE, "1")]
+    waiting += [(network, f"{ratio:g}") for network in networks for ratio in ratios]
+    running: dict[tuple[Network, str], tuple[subprocess.Popen[str], Path]] = {}
+    found: list[Cold] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             while (waiting or running) and time.monotonic() < until:
                 while waiting and len(running) < num_processes:
-                    name = waiting.pop(0).name
-                    running[name] = _started(name, options, until, Path(folder) / name), time.monotonic()
-                for name, (process, begin) in list(running.items()):
+                    network, way = waiting.pop(0)
+                    cache = Path(folder) / f"{network.name} {way}"
+                    running[network, way] = _started(network.name, way, options, cache), cache
+                for (network, way), (process, cache) in list(running.items()):
                     if process.poll() is not None:
-                        del running[name]
-                        print(f"{name} compiled beside others in {time.monotonic() - begin:.0f} s", flush=True)
+                        del running[network, way]
+                        found += _ended(network, way, process, cache)
                 time.sleep(0.1)
         finally:
-            for name, (process, _) in running.items():
+            for (network, way), (process, _) in running.items():
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
                 process.wait()
-                print(f"{name} was not compiled in time", flush=True)
+                print(f"{network.name}, {way}: not compiled in time", flush=True)
+    return found
 
 
-def _started(name: str, options: Sequence[str], until: float, folder: Path) -> subprocess.Popen[bytes]:
-    folder.mkdir()
-    seconds = str(max(1.0, until - time.monotonic()))
-    chosen = ["--only", f"({name})", "--passes", "compiled", "--seconds", seconds, "--output", str(folder)]
-    command = [sys.executable, "-m", "benchmarks.peers", *options, *chosen]
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, stdout=quiet, stderr=quiet, start_new_session=True)
+def _started(name: str, way: str, options: Sequence[str], cache: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.peer_compiling", *options, name, way]
+    settings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdout=pipe, stderr=quiet, text=True, env=settings, start_new_session=True)
+
+
+def _ended(network: Network, way: str, process: subprocess.Popen[str], cache: Path) -> list[Cold]:
+    printed = process.communicate()[0]
+    if cache.exists():
+        shutil.copytree(cache, cache_dir(), dirs_exist_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
+    if process.returncode:
+        print(f"{network.name}, {way}: not compiled, the process ended with {process.returncode}", flush=True)
+        return []
+    seconds = json.loads(printed.splitlines()[-1])["seconds"]
+    print(f"{network.name}, {way}: compiled beside others in {seconds:.0f} s", flush=True)
+    return [Cold(network.title, way, seconds)]
+
+
+def cold_lines(entries: Sequence[Cold]) -> list[str]:
+    """What setting up takes with nothing compiled: the whole model, and lowtide where everything fits."""
+    rows = []
+    for network in dict.fromkeys(entry.network for entry in entries):
+        seconds = {entry.way: entry.seconds for entry in entries if entry.network == network}
+        whole, own = seconds.get("1"), seconds.get(LOWTIDE)
+        ratio = "" if whole is None or own is None else f"{own / whole:.2f}"
+        rows.append([network, harness.seconds_cell(whole), harness.seconds_cell(own), ratio])
+    if not rows:
+        return []
+    columns = ["network", "the whole model", "lowtide", "ratio"]
+    return ["## Set up with nothing compiled before, several side by side", "", *harness.table(columns, rows), ""]
+
+
+def lowtide_options(arguments: Any, backend: str) -> dict[str, Any]:
+    """What `fit` is given for compiled rows: the variants and regions of a command line."""
+    regions = {"on": True, "off": False}.get(arguments.regions, arguments.regions)
+    return {
+        "strategy": "rotor",
+        "bandwidth": 0,
+        "compile_stages": {"backend": backend, **({} if regions is None else {"regions": regions})},
+        "variants": {"on": True, "off": False}.get(arguments.variants, arguments.variants),
+    }
+
+
+def add_lowtide_arguments(parser: Parser) -> None:
+    """`--variants` and `--regions`."""
+    parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
+    parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
+
+
+def _seconds_of(step: Callable[[], None], device: torch.device) -> float:
+    begin = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _fitted(model: nn.Module, batch: dict[str, Any], memory_budget: int, options: dict[str, Any]) -> int | None:
+    """Train a step within a budget; what it was predicted to take."""
+    given = {**options, "optimizer": harness.without_state(model), "keeps_result": False}
+    with lowtide.fit(model, batch, memory_budget=memory_budget, **given) as plan:
+        harness.training_step(model, model, batch)()
+        return plan.stats().predicted_peak_bytes
+
+
+def main(given: list[str] | None = None) -> None:
+    """The command."""
+    parser = Parser(__doc__)
+    parser.add_argument("network")
+    parser.add_argument("way", help=f"{LOWTIDE}, or a ratio for activation_memory_budget")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tiny", action="store_true")
+    add_lowtide_arguments(parser)
+    arguments = parser.parse_args(given)
+    networks, device = TINY if arguments.tiny else NETWORKS, torch.device(arguments.device)
+    refuse_unless_chosen("network", [arguments.network], [network.name for network in networks])
+    network = next(network for network in networks if network.name == arguments.network)
+    backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
+    torch.manual_seed(0)
+    model, batch = network.make(str(device), None)
+    if arguments.way == LOWTIDE:
+        options = lowtide_options(arguments, backend)
+        all_bytes = harness.machine_facts(device)["memory_bytes"] or _MUCH
+        peaks: list[int | None] = []
+        seconds = _seconds_of(lambda: peaks.append(_fitted(model, batch, all_bytes, options)), device)
+        with contextlib.suppress(lowtide.InfeasibleBudgetError):
+            _fitted(model, batch, int(_SHARE_OF_MEMORY * (peaks[0] or all_bytes)), options)
+    else:
+        with compiled_whole(model, backend, float(arguments.way)) as call:
+            seconds = _seconds_of(harness.training_step(call, model, batch), device)
+    print(json.dumps({"seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from benchmarks import harness
 from benchmarks.peer_claim import Row, draw, report_lines, verdicts
+from benchmarks.peer_compiling import Cold, cold_lines, lowtide_options
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 
 import lowtide
@@ -70,10 +71,10 @@ class Run(harness.Run):
         self.memory_budgets: list[float] = arguments.memory_budgets
         self.shares: list[float] = arguments.shares
         self.num_segments: list[int] | None = arguments.segments
-        self.variants: bool | str = {"on": True, "off": False}.get(arguments.variants, arguments.variants)
-        self.regions: bool | str | None = {"on": True, "off": False}.get(arguments.regions, arguments.regions)
+        self.compiled = lowtide_options(arguments, self.backend)
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
+        self.cold: list[Cold] = []
         self.skipped: list[str] = []
         self._begun: set[tuple[str, str]] = set()  # the networks with a row of a kind measured in this run
         guesses = FIRST_GUESS_SECONDS if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
@@ -82,6 +83,7 @@ class Run(harness.Run):
             with self.resumed(arguments.resume) as values:
                 self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
                 self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
+                self.cold = [Cold(**entry) for entry in values.get("cold", [])]
 
     def of(self, network: Network) -> list[Row]:
         """The rows of a network so far."""
@@ -122,7 +124,7 @@ class Run(harness.Run):
 
     def save(self, *, picture: bool = False) -> None:
         """Write the results; drawing takes a second, and is left for the end."""
-        write(self.folder, self.stem, self.facts, self.rows, self.batches, self.skipped, picture=picture)
+        write(self.folder, self.stem, self.facts, self.rows, self.batches, self.skipped, self.cold, picture=picture)
 
     def say_where(self) -> None:
         """Print the folder."""
@@ -136,6 +138,7 @@ def write(
     rows: list[Row],
     batches: list[Batches],
     skipped: list[str],
+    cold: list[Cold],
     *,
     picture: bool = True,
 ) -> None:
@@ -152,9 +155,10 @@ def write(
         "rows": [asdict(row) for row in rows],
         "claim": claims,
         "largest_batches": [asdict(entry) for entry in batches],
+        "cold": [asdict(entry) for entry in cold],
         "skipped": skipped,
     }
-    lines = [*report_lines(facts, rows, skipped), *batch_lines(batches)]
+    lines = [*report_lines(facts, rows, skipped), *cold_lines(cold), *batch_lines(batches)]
     harness.write_results(folder, stem, values, lines, (lambda plt: draw(plt, facts, rows)) if picture else None)
 
 

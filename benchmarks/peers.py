@@ -3,7 +3,7 @@
     python -m benchmarks.peers --device cuda --seconds 200 --output DIR        # the most telling rows first
     python -m benchmarks.peers --device cuda --only gpt --memory-budgets 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9
     python -m benchmarks.peers --device cuda --resume DIR/peers-h200.json --output DIR   # go on where a run ended
-    python -m benchmarks.peers --device cuda --passes compiled --shares --side-by-side 6 --seconds 560
+    python -m benchmarks.peers --device cuda --passes compiled --shares --side-by-side 10 --seconds 560
     python -m benchmarks.peers --device cuda --largest-batch --only gpt resnet --seconds 300
     python -m benchmarks.peers --tiny                                          # a minute on any CPU
     python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and figure again, no measuring
@@ -13,7 +13,7 @@ layer checkpointed (transformers' gradient checkpointing, where the model is one
 with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measured peak as its budget, so that the
 claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
 takes longest for the first of them. A step is forward and backward, without an optimizer. `--side-by-side` compiles
-several networks at once before each is measured alone.
+in several processes at once, with nothing compiled before, and then measures each network alone.
 
 Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
@@ -33,7 +33,7 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_batches import largest_batches
 from benchmarks.peer_claim import Row, report_lines
-from benchmarks.peer_compiling import SHARE_OF_TIME, compile_side_by_side
+from benchmarks.peer_compiling import SHARE_OF_TIME, Cold, add_lowtide_arguments, cold_lines, compile_side_by_side
 from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
 from benchmarks.peer_run import Batches, Run, batch_lines, write
 from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_segments, saved_on_cpu
@@ -158,9 +158,7 @@ def lowtide_rows(
     """Rows of lowtide at some budgets."""
     options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0}
     if family == "lowtide compiled":
-        regions = {} if run.regions is None else {"regions": run.regions}
-        options["compile_stages"] = {"backend": run.backend, **regions}
-        options["variants"] = run.variants
+        options = run.compiled
     if family == "lowtide offloading":
         options = {"strategy": "auto"}
     for budget in budgets:
@@ -239,20 +237,21 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
 def compile_first(run: Run, networks: list[Network], arguments: argparse.Namespace) -> None:
     """Compile what the rows of some networks need, several at once, in a part of the run's time."""
     options = ["--device", arguments.device, "--variants", arguments.variants]
-    options += ["--memory-budgets", *map(str, arguments.memory_budgets), "--shares", *map(str, arguments.shares)]
     options += ["--tiny"] if arguments.tiny else []
     options += ["--regions", arguments.regions] if arguments.regions else []
     left = math.inf if arguments.seconds is None else SHARE_OF_TIME * arguments.seconds - run.clock.elapsed_seconds
-    compile_side_by_side(networks, arguments.side_by_side, options, time.monotonic() + left)
+    until = time.monotonic() + left
+    run.cold += compile_side_by_side(networks, run.memory_budgets, arguments.side_by_side, options, until)
 
 
 def draw_again(path: Path) -> None:
     """Table and figure of earlier results."""
     with earlier_results(path) as values:
         entries = [Batches(**entry) for entry in values["largest_batches"]]
+        cold = [Cold(**entry) for entry in values.get("cold", [])]
         rows = [Row(**row) for row in values["rows"]]
         facts, skipped = values["facts"], list(values["skipped"])
-    write(usable_folder(path.parent), path.stem, facts, rows, entries, skipped)
+    write(usable_folder(path.parent), path.stem, facts, rows, entries, skipped, cold)
     print(f"written to {harness.written_files(path.parent, path.stem)}")
 
 
@@ -269,10 +268,9 @@ def main(given: list[str] | None = None) -> None:
         default=[0.6, 0.4],
         help="further budgets of lowtide's, of plain training's peak; with none of them, not the least either",
     )
-    parser.add_argument("--side-by-side", type=count, help="first compile so many networks at once; then measure")
+    parser.add_argument("--side-by-side", type=count, help="first compile in so many processes; then measure")
     parser.add_argument("--segments", nargs="*", type=count, help="numbers of segments for checkpoint_sequential")
-    parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
-    parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
+    add_lowtide_arguments(parser)
     parser.add_argument("--resume", type=Path, help="continue an earlier run on the same machine, from its results")
     parser.add_argument("--draw", type=Path, help="write table and figure of earlier results, and measure nothing")
     parser.add_argument("--largest-batch", action="store_true", help="search the largest batch within limits instead")
@@ -300,7 +298,8 @@ def main(given: list[str] | None = None) -> None:
     except harness.OutOfTimeError:
         run.skipped.append("what followed")
     run.save(picture=True)
-    print("\n".join(["", *report_lines(run.facts, run.rows, run.skipped), *batch_lines(run.batches)]))
+    lines = [*report_lines(run.facts, run.rows, run.skipped), *cold_lines(run.cold), *batch_lines(run.batches)]
+    print("\n".join(["", *lines]))
     run.say_where()
 
 

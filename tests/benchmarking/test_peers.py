@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -250,49 +251,68 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
 
 
 class _Started:
-    """A process that ends when it is looked at for the second time; a network called slow never does."""
+    """A process that ends when it is looked at for the second time; those for a network called slow never do."""
 
-    def __init__(self, command: list[str], **_: object) -> None:
+    def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
+        self.network, self.way = command[-2:]
         self.command, self.looks = command, 0
-        self.is_slow = "(slow)" in command
-        self.pid = id(self)
-        self.waited = False
+        self.pid, self.waited = id(self), False
+        self.returncode = 1 if (self.network, self.way) == ("one", "0.5") else 0
+        cache = Path(env["TORCHINDUCTOR_CACHE_DIR"])
+        cache.mkdir()
+        (cache / f"{self.network} {self.way}").touch()
 
     def poll(self) -> int | None:
         self.looks += 1
-        return 0 if self.looks > 1 and not self.is_slow else None
+        return self.returncode if self.looks > 1 and self.network != "slow" else None
+
+    def communicate(self) -> tuple[str, None]:
+        return f'anything\n{{"seconds": {30 if self.way == "lowtide" else 20}}}\n', None
 
     def wait(self) -> None:
         self.waited = True
 
 
-def test_networks_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys):
+def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, tmp_path):
     started, killed, most = [], [], []
 
     def popen(command, **options):
         started.append(_Started(command, **options))
-        most.append(sum(not (each.looks > 1) or each.is_slow for each in started))
+        most.append(sum(each.looks < 2 or each.network == "slow" for each in started))
         return started[-1]
 
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
     monkeypatch.setattr(peer_compiling, "time", clock)
-    monkeypatch.setattr(peer_compiling, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
-    monkeypatch.setattr(peer_compiling, "os", SimpleNamespace(killpg=lambda pid, _: killed.append(pid)))
-    networks = [Network(name, name, None, None, 0) for name in ("one", "slow", "two", "three")]
-    peer_compiling.compile_side_by_side(networks, 2, ["--device", "cpu"], until=100.0)
-    assert [each.command[each.command.index("--only") + 1] for each in started] == [
-        "(one)",
-        "(slow)",
-        "(two)",
-        "(three)",
+    monkeypatch.setattr(peer_compiling, "subprocess", SimpleNamespace(Popen=popen, PIPE=None, DEVNULL=None))
+    monkeypatch.setattr(peer_compiling.os, "killpg", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(peer_compiling, "cache_dir", lambda: tmp_path)
+    networks = [Network(name, f"network {name}", None, None, 0) for name in ("one", "slow")]
+    found = peer_compiling.compile_side_by_side(networks, [0.5], 3, ["--device", "cpu"], until=100.0)
+    assert [(each.network, each.way) for each in started] == [
+        *(("one", "lowtide"), ("one", "1"), ("slow", "lowtide"), ("slow", "1")),
+        *(("one", "0.5"), ("slow", "0.5")),
     ]
-    assert max(most) <= 2
-    slow = started[1]
-    assert killed == [slow.pid]
-    assert slow.waited
-    assert "slow was not compiled in time" in capsys.readouterr().out
-    assert all("compiled" in each.command and each.command[3:5] == ["--device", "cpu"] for each in started)
+    assert max(most) <= 3
+    assert killed == [each.pid for each in started if each.network == "slow"]
+    assert all(each.waited for each in started if each.network == "slow")
+    assert all(each.command[3:5] == ["--device", "cpu"] for each in started)
+    assert [(entry.network, entry.way, entry.seconds) for entry in found] == [
+        ("network one", "lowtide", 30),
+        ("network one", "1", 20),
+    ]
+    assert "| network one | 20.00 s | 30.00 s | 1.50 |" in peer_compiling.cold_lines(found)
+    # what one that failed has compiled is of use all the same
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one 0.5", "one 1", "one lowtide"]
+    printed = capsys.readouterr().out
+    assert "one, 0.5: not compiled, the process ended with 1" in printed
+    assert "slow, lowtide: not compiled in time" in printed
+
+
+@pytest.mark.slow
+def test_one_of_the_processes_in_small(capsys):
+    peer_compiling.main(["--tiny", "--device", "cpu", "gpt", "lowtide"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"] > 0
 
 
 @pytest.mark.slow

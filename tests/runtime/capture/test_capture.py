@@ -35,6 +35,22 @@ def test_a_sequence_of_modules_becomes_a_chain() -> None:
     assert [stage.parameters for stage in split.stages] == [("0.weight", "0.bias"), ("1.1.weight", "1.1.bias")]
 
 
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([nn.Linear(8, 8), nn.Linear(8, 2)], [["0"], ["1"]]),
+        ([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)], [["0", "1"], ["2"]]),
+        ([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))], [["0.0"], ["0.1"]]),
+    ],
+)
+def test_two_layers_are_two_stages(layers: list[nn.Module], expected: list[list[str]]) -> None:
+    # one activation is saved, or none: no cut makes stages smaller
+    model, sample = nn.Sequential(*layers), torch.randn(4, 8)
+    split = capture(model, sample)
+    assert paths(split) == expected
+    assert check_gradients(model, split, sample).equal
+
+
 def test_an_in_place_operation_stays_with_what_it_changes() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.Tanh())
     split = capture(model, torch.randn(2, 3, 8, 8))

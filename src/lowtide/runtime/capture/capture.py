@@ -226,7 +226,9 @@ def _nothing_found(observation: Observation) -> str:
     ):
         reason = reason_against(observation, cut)
         if reason is None:
-            reason = f"{tally.differentiable(cut.crossing)} activations cross the end of {observation.path(cut.call)}"
+            count = tally.differentiable(cut.crossing)
+            crossing = "1 activation crosses" if count == 1 else f"{count} activations cross"
+            reason = f"{crossing} the end of {observation.path(cut.call)}"
         reasons[reason] = reasons.get(reason, 0) + 1
     if not any(call.depth for call in observation.calls):
         return (

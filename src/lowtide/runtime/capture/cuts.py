@@ -252,6 +252,7 @@ def choose(observation: Observation, cuts: list[Cut]) -> Cuts:
     while (large := _largest_stage(tally, result, whole, tried)) is not None:
         tried.add(large)
         _cut_large_stage(tally, cuts, result, large)
+    result.chosen = result.chosen or _best_chain(tally, cuts, sides, *whole, must_cut=True)
     result.sides = sides_of(observation, result.chosen)
     return result
 
@@ -283,14 +284,22 @@ def _sides_as_a_matter_of_course(tally: Tally, cuts: list[Cut]) -> set[int]:
 
 
 def _best_chain(
-    tally: Tally, cuts: list[Cut], sides: set[int], left: Cut, right: Cut, *, together: bool = False
+    tally: Tally,
+    cuts: list[Cut],
+    sides: set[int],
+    left: Cut,
+    right: Cut,
+    *,
+    together: bool = False,
+    must_cut: bool = False,
 ) -> list[Cut]:
     """The cuts between two others that make the sum of the stages' squared bytes least, no two crossed by the same
     memory.
 
     Squares, because many small stages give the solver the most to choose from; a constant for each stage keeps it from
     making stages of nothing, and so does a price for outputs that nothing saves. Where several activations may pass
-    together, their bytes count too: the narrowest place.
+    together, their bytes count too: the narrowest place. A network that saves one activation alone (two layers) gains
+    by no cut; it must have one all the same, to have a plan.
     """
     constant = (_TINY_STAGE_SHARE * max(1, tally.total_bytes)) ** 2
     inner = [cut for cut in cuts if left.position < cut.position < right.position]
@@ -305,6 +314,8 @@ def _best_chain(
         for candidate in range(index - 1, -1, -1):
             no_unit = row[index].last_unit_entered < row[candidate].position
             if no_unit or cost[candidate] == float("inf") or not passing[candidate].isdisjoint(passing[index]):
+                continue
+            if must_cut and candidate == 0 and index == len(row) - 1 and previous != NEVER:
                 continue
             stage_bytes = tally.saved_bytes(row[candidate].position, row[index].position)
             if cost[candidate] + float(stage_bytes) ** 2 < best:
