@@ -147,12 +147,11 @@ class InceptionClassifier(Classifier):
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Classify images (batch, channels, height, width)."""
         result = self.network(images)
-        if not isinstance(result, tuple):
-            return super().forward(images, labels)
-        logits, auxiliary = result
+        logits, auxiliary = result if isinstance(result, tuple) else (result, None)
         if labels is None:
             return logits
-        return F.cross_entropy(logits, labels) + _AUXILIARY_WEIGHT * F.cross_entropy(auxiliary, labels)
+        loss = F.cross_entropy(logits, labels)
+        return loss if auxiliary is None else loss + _AUXILIARY_WEIGHT * F.cross_entropy(auxiliary, labels)
 
 
 def inception_v3(batch: int, image: int) -> tuple[Classifier, dict[str, Tensor]]:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 
 # Graphs run operation by operation, so that nothing is compiled to machine code; the second splits operations up, and
 # its sums are not those of eager mode.
-EXACT, PARTITIONED = "aot_eager", "aot_eager_decomp_partition"
+EXACT, PARTITIONED = "eager", "aot_eager_decomp_partition"
 WORDS, WIDTH = 97, 16
 OPTIONS = {"bandwidth": 0, "strategy": "rotor", "keeps_result": False, "variants": False}
 
@@ -61,7 +61,7 @@ class Language(nn.Module):
         return total + self.loss(self.head(x).flatten(0, 1), following, **self.settings).sum()
 
 
-def texts(number: int = 3) -> list[torch.Tensor]:
+def texts(number: int = 2) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, WORDS, (8, 16), generator=generator) for _ in range(number)]
 
@@ -102,7 +102,7 @@ def test_any_schedule_computes_what_the_compiled_parts_compute_by_themselves(hal
     model = Language(halfway=halfway)
     split = capture(model, texts()[0], blocks=True)
     compiled = CompiledStages(model, split, {"backend": PARTITIONED})
-    for seed in range(12):
+    for seed in range(8):
         model.load_state_dict(Language(halfway=halfway).state_dict())
         with attach(model, random_schedule(split.num_stages, seed, moves=0.0), split=split, strict=seed == 0):
             assert_equal(train(model, texts()), expected)
@@ -315,7 +315,7 @@ def test_the_loss_of_a_transformers_model_is_found():
     def make():
         torch.manual_seed(0)
         config = transformers.LlamaConfig(
-            vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+            vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, use_cache=False,
         )  # fmt: skip
         return transformers.LlamaForCausalLM(config)
