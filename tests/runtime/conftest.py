@@ -31,7 +31,7 @@ def _without_garbage_of_others() -> None:
 @pytest.fixture(autouse=True)
 def _few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """How good schedules are that move weights is tested where they are made; here any do that stay within a budget."""
-    few = {"_NUM_TRIES": 1, "_NUM_MEMORIES": 3, "_RESERVES": (1.0,), "_NUM_REFINED": 1}
+    few = {"_NUM_TRIES": 1, "_NUM_MEMORIES": 3, "_FIRST_RESERVES": (0.0,), "_RESERVES": (1.0,), "_NUM_REFINED": 1}
     for name, value in few.items():
         monkeypatch.setattr(joint, name, value)
     monkeypatch.setattr(moving, "_NUM_LATE", 1)

@@ -121,8 +121,8 @@ ATTRIBUTES = [
         for how, shares in {"each block a number": False, "all blocks a number": True}.items()
     ),
     *(
-        Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=256)
-        for way in ("helper", "named_buffers", "built name")
+        Awkward(f"reads statistics: {way}", stack(partial(attributes.ReadsStatistics, way)), WIDE, fitted=fitted)
+        for way, fitted in {"helper": 0, "named_buffers": 0, "built name": 256}.items()
     ),
     *(
         Awkward(f"attribute {way}", stack(partial(attributes.Unregistered, way)), NARROW)
@@ -154,7 +154,7 @@ CONTAINERS = [
             WIDE,
             loop=containers.clearing,
             num_stages=6,
-            fitted=256,
+            fitted=0 if detached else 256,
         )
         for name, detached in {"with graphs": False, "without graphs": True}.items()
     ),
@@ -178,7 +178,7 @@ PATHS = [
             f"layers left out: {way}",
             partial(paths.Skipping, way),
             (16, paths.WIDTH),
-            8,
+            5,
             measured=paths.whole,
             skips=True,
         )
@@ -189,17 +189,17 @@ PATHS = [
             f"layers left out of the sample too, {share}",
             partial(paths.Skipping, "skips", share, nn.LayerNorm),
             (16, paths.WIDTH),
-            8,
+            5,
             skips=True,
-            fitted=256,
+            fitted=fitted,
         )
-        for share in (0.2, 0.6)
+        for share, fitted in {0.2: 0, 0.6: 256}.items()
     ),
     Awkward(
         "layers with statistics left out of the sample too",
         partial(paths.Skipping, "skips", 0.4),
         (16, paths.WIDTH),
-        8,
+        5,
         skips=True,
     ),
     *(Awkward(f"{way} in a block", stack(partial(paths.Mapped, way)), (32, paths.WIDTH)) for way in ("vmap", "jvp")),
@@ -232,7 +232,7 @@ STRUCTURE = [
     Awkward("errors that blocks catch", stack(structure.FallsBack), (8, structure.WIDTH), fitted=256),
     Awkward("weights that blocks compute", stack(structure.Hypernetwork), (64, structure.WIDTH)),
     Awkward("full backward hooks", structure.hooked, (4, 8)),
-    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 3), (2, 3, 16, 16), num_stages=15),
+    Awkward("U-Net", partial(coverage_shapes.UNet, 4, 2), (2, 3, 8, 8), num_stages=10),
     Awkward("losses left in attributes", partial(coverage_shapes.LossyBlocks, 16, 4), (8, 16), num_stages=5),
     Awkward("losses handed to a closure", partial(coverage_shapes.ReportingBlocks, 16, 4), (8, 16), num_stages=5),
     Awkward("paths of feature maps", coverage_shapes.PathDetector, (2, 3, 32, 32), num_stages=15),
@@ -241,7 +241,7 @@ STRUCTURE = [
 SHARED = [
     *(
         Awkward(f"blocks share a place: {kind}", partial(shared.sharing, kind), (8, 8), num_stages=10, fitted=fitted)
-        for kind, fitted in {"object": 256, "dataclass": 0, "closure": 256}.items()
+        for kind, fitted in {"object": 0, "dataclass": 0, "closure": 256}.items()
     ),
     Awkward("layers share an object", partial(shared.tapped, is_view=False), (8, 8), num_stages=6),
     Awkward("layers share an object with views", partial(shared.tapped, is_view=True), (8, 8), num_stages=6),

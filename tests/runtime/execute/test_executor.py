@@ -94,7 +94,7 @@ def test_recomputations_are_counted():
     assert plan.stats().moved_bytes_per_step == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(seed=SEEDS, drops=st.sampled_from([0.0, 0.5, 1.0]))
 def test_any_legal_recomputation(seed, drops):
     schedule = random_schedule(NUM_STAGES, seed, drops=drops)
@@ -102,7 +102,7 @@ def test_any_legal_recomputation(seed, drops):
     run_under(schedule)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, moves=st.sampled_from([0.2, 0.5, 0.7]), drops=st.sampled_from([0.0, 0.5]))
 def test_any_legal_schedule_with_copies(seed, moves, drops):
     schedule = random_schedule(NUM_STAGES, seed, moves=moves, drops=drops)
@@ -152,7 +152,7 @@ def plainly_tangled() -> dict[str, torch.Tensor]:
     return tangled(models.tangle())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(seed=SEEDS, moves=st.sampled_from([0.0, 0.4]), fine=st.booleans())
 def test_any_legal_schedule_on_a_model_with_glue(seed, moves, fine):
     split = fine_tangle_split() if fine else tangle_split()

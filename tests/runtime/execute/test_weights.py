@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import itertools
@@ -113,15 +114,23 @@ def compare(
     **settings: Any,
 ) -> None:
     """Train plainly and with everything parked."""
-    plain = model_of()
-    plain_optimizer = make(plain.parameters())
-    expected = train(plain, plain_optimizer, **settings)
+    expected, in_the_end = (trained_plainly if settings else trained_plainly_once)(make, model_of, **settings)
     model = model_of()
     optimizer = make(model.parameters())
     with lowtide.attach(model, parking(base or storing(len(model))), optimizer=optimizer) as plan:
         assert_equal(train(model, optimizer, **settings), expected)
         assert plan.stats().moved_bytes_per_step > 0
-    assert_equal(noted(model, optimizer, 0), noted(plain, plain_optimizer, 0))  # on the device again
+    assert_equal(noted(model, optimizer, 0), in_the_end)  # on the device again
+
+
+def trained_plainly(make: Make, model_of: Callable[[], nn.Module], **settings: Any) -> tuple[Numbers, Numbers]:
+    """The numbers of the steps, and those in the end."""
+    model = model_of()
+    optimizer = make(model.parameters())
+    return train(model, optimizer, **settings), noted(model, optimizer, 0)
+
+
+trained_plainly_once = functools.lru_cache(maxsize=1)(trained_plainly)  # tests of one optimizer follow each other
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -134,7 +143,7 @@ def test_with_recomputation_and_offloading(base):
     compare(base=base)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_with_any_schedule(seed):
     compare(base=random_schedule(N, seed, moves=0.3))
 

@@ -121,7 +121,7 @@ def test_the_command(
 
 def test_the_least_budget_of_a_network_with_side_values_is_the_same_for_every_budget_and_fits() -> None:
     with torch.device("meta"):
-        model, x = UNet(8, 2), torch.empty(4, 3, 32, 32)
+        model, x = UNet(4, 1), torch.empty(4, 3, 16, 16)
     options: dict[str, Any] = {"device": "a100", "optimizer": "sgd", "bandwidth": 0}
     ample, scarce = (lowtide.estimate(model, x, memory_budget=budget, **options) for budget in ("1GiB", 1000))
     assert scarce.chain.side_values

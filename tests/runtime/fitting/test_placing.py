@@ -94,8 +94,9 @@ def fitted(model: nn.Module, budget: int, **settings: Any) -> lowtide.Plan:
     return lowtide.fit(model, torch.randn(ROWS, WIDTH), memory_budget=budget, **settings)
 
 
-@pytest.mark.parametrize("model_of", [blocks, Tied, Reading])
-@pytest.mark.parametrize("settings", [{}, {"fused": True}], ids=["for-loop", "fused"])
+@pytest.mark.parametrize(
+    ("model_of", "settings"), [(blocks, {}), (blocks, {"fused": True}), (Tied, {"fused": True}), (Reading, {})]
+)
 def test_it_trains_with_equal_numbers_and_is_never_there_as_a_whole(model_of, settings):
     plain, plain_optimizer = made(model_of, **settings)
     expected = train(plain, plain_optimizer)

@@ -32,7 +32,7 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 
 def network() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return UNet(8, 3), torch.randn(2, 3, 64, 64)
+    return UNet(8, 3), torch.randn(2, 3, 32, 32)
 
 
 def measured(model: nn.Module, x: torch.Tensor) -> lowtide.Chain:
@@ -44,7 +44,7 @@ def test_skip_connections_have_bytes_a_maker_and_readers() -> None:
     chain = measured(model, x)
     first = chain.side_values[0]
     names = [stage.name for stage in chain.stages]
-    assert first.num_bytes == 2 * 8 * 64 * 64 * 4
+    assert first.num_bytes == 2 * 8 * 32 * 32 * 4
     assert first.grad_bytes == 2 * first.num_bytes  # a view of the gradient of what it is concatenated to
     assert names[first.maker - 1].startswith("down.0")
     assert first.maker + 1 in first.readers
@@ -55,8 +55,7 @@ def test_skip_connections_have_bytes_a_maker_and_readers() -> None:
     assert chain.stage(first.maker).output_bytes == 0
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_steps_take_what_is_predicted(strict: bool) -> None:
+def test_steps_take_what_is_predicted() -> None:
     model, x = network()
     chain = measured(model, x)
     plain = lowtide.solve(chain, memory_budget=2**60, strategy="store-all").peak_bytes
@@ -64,7 +63,7 @@ def test_steps_take_what_is_predicted(strict: bool) -> None:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
     least = caught.value.minimum_bytes
     assert least < 0.75 * plain
-    for share in (0.0, 0.3, 0.6, 0.9):
+    for share, strict in [(0.0, False), (0.0, True), (0.3, True), (0.6, False), (0.9, True)]:
         solution = lowtide.solve(chain, memory_budget=int(least + share * (plain - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, strict=strict):
             warnings.simplefilter("ignore", lowtide.LowtideWarning)  # no trial step has corrected the prediction
@@ -81,7 +80,7 @@ def test_planned_training_is_equal(strategy: str, bandwidth: int | str) -> None:
 
     def network() -> nn.Module:
         torch.manual_seed(0)
-        return UNet(4, 3)
+        return UNet(4, 2)
 
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     options = {"strategy": strategy, "bandwidth": bandwidth, "optimizer": "adam", "loss": loss}
@@ -186,7 +185,7 @@ def test_strategies_that_move_leave_those_that_stay_where_they_are(strategy: str
 def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> None:
     """A concatenation is an argument of the block that reads it, so it lives until that block returns."""
     torch.manual_seed(0)
-    model, x = UNet(4, 3), torch.randn(16, 3, 64, 64)
+    model, x = UNet(4, 3), torch.randn(16, 3, 32, 32)
     split, chain = capture_and_measure(model, x, loss=loss, moves_activations=False, keeps_result=False)
     names = [stage.name for stage in chain.stages]
     concatenated = names.index("grow.2") + 1
@@ -198,7 +197,7 @@ def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> 
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
     least = caught.value.minimum_bytes
-    assert least < 0.36 * meter.peak_bytes
+    assert least - chain.fixed_bytes < 0.36 * (meter.peak_bytes - chain.fixed_bytes)
     for share in (0.0, 0.3):
         solution = lowtide.solve(chain, memory_budget=int(least + share * (meter.peak_bytes - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, split=split):

@@ -77,14 +77,16 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
 
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and without gaps hold the same; NaN is equal to itself."""
-    parts = (_words_of(tensor).split(_NUM_COMPARED_AT_ONCE) for tensor in (one, other))
-    return all(map(torch.equal, *parts))
+    words, others = _words_of(one), _words_of(other)
+    if len(words) <= _NUM_COMPARED_AT_ONCE:
+        return torch.equal(words, others)
+    return all(map(torch.equal, words.split(_NUM_COMPARED_AT_ONCE), others.split(_NUM_COMPARED_AT_ONCE)))
 
 
 def _words_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor as integers, eight bytes each where that is possible."""
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
+    flat, begin_bytes = tensor.as_strided((tensor.numel(),), (1,)), tensor.storage_offset() * tensor.element_size()
+    return flat.view(torch.int64 if flat.nbytes % 8 == 0 and begin_bytes % 8 == 0 else torch.uint8)
 
 
 class _ChangedUnseenError(Exception):
