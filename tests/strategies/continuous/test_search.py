@@ -3,11 +3,13 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 from tests.chains import long_chain, random_chain, random_chains, with_random_seconds
 from tests.continuous import best_seconds, schedules
 
 from lowtide import Chain, Schedule, simulate
+from lowtide.strategies.continuous import backward
 from lowtide.strategies.continuous.bounds import least_rest, rest_of
 from lowtide.strategies.continuous.search import ContinuousModel
 
@@ -30,6 +32,18 @@ def test_the_value_is_that_of_an_exhaustive_search(num_stages: int, recompute: b
         budget = rng.randint(model.minimum_bytes, max(model.minimum_bytes, highest(chain)))
         expected = best_seconds(chain, budget, bandwidth, recompute=recompute)
         assert model.plans(budget, 50, 3)[0].seconds == pytest.approx(expected, rel=1e-9), chain.name
+
+
+def test_rows_filled_in_several_threads_are_those_filled_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ContinuousModel.of(long_chain(20), 10**8, recompute=True)
+    tables = []
+    for fewest in (1, 100):
+        monkeypatch.setattr(backward, "_FEWEST_ROWS", fewest)
+        tables.append(backward.blocks_of(model.arrays, model.least_block, 10**9, 1e8, 50, math.inf))
+    one, other = tables
+    assert np.isfinite(one.seconds).any(axis=(1, 2)).all()
+    assert np.array_equal(one.seconds, other.seconds)
+    assert np.array_equal(one.late, other.late)
 
 
 def test_sizes_that_slots_round_change_nothing() -> None:
