@@ -270,7 +270,12 @@ def test_fit_chooses_variants_and_gives_the_numbers_of_the_compiled_model(tmp_pa
         assert "variants" in str(plan)
         assert "budget 0" in str(plan)
         assert_equal(train(model, batches(SHAPE, 2)), compiled_numbers())
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(x)
     assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+    with torch.no_grad():
+        torch.testing.assert_close(evaluated, model(x))  # compiled, and not
     _check_saved_plan(tmp_path / "plan.json", chosen)
 
 
