@@ -29,7 +29,7 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
-from benchmarks.refusing import Parser, refuse_unless_chosen
+from benchmarks.refusing import Parser, ratio, refuse
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -56,24 +56,32 @@ class Cold:
     seconds: float
 
 
-def compile_side_by_side(
-    networks: Sequence[Network], ratios: Sequence[float], num_processes: int, options: Sequence[str], until: float
-) -> list[Cold]:
-    """Compile the rows of networks, each way of each in a process of its own, some at a time.
+def ways_of(networks: Sequence[Network], ratios: Sequence[float]) -> list[tuple[Network, str]]:
+    """What there is to compile; what takes longest, and what is compared, comes first.
 
     Args:
-        networks: largest first, as far as that is known.
+        networks: some.
         ratios: of `activation_memory_budget`, besides the whole model as it is.
+    """
+    first = [(network, way) for network in networks for way in (LOWTIDE, "1")]
+    return list(dict.fromkeys([*first, *((network, f"{ratio:g}") for network in networks for ratio in ratios)]))
+
+
+def compile_side_by_side(
+    ways: Sequence[tuple[Network, str]], num_processes: int, options: Sequence[str], until: float
+) -> list[Cold]:
+    """Compile ways of networks, each in a process of its own, some at a time.
+
+    Args:
+        ways: see `ways_of`.
         num_processes: how many at a time.
         options: of this command, without the network and the way.
         until: the time (of `time.monotonic`) at which those that have not ended are.
     """
-    # What takes longest, and what is compared, comes first.
-    waiting = [(network, way) for network in networks for way in (LOWTIDE, "1")]
-    waiting += [(network, f"{ratio:g}") for network in networks for ratio in ratios]
+    waiting = list(ways)
     running: dict[tuple[Network, str], tuple[subprocess.Popen[str], Path]] = {}
     found: list[Cold] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
             while (waiting or running) and time.monotonic() < until:
                 while waiting and len(running) < num_processes:
@@ -86,9 +94,10 @@ def compile_side_by_side(
                         found += _ended(network, way, process, cache)
                 time.sleep(0.1)
         finally:
-            for (network, way), (process, _) in running.items():
+            for (network, way), (process, cache) in running.items():
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
                 process.wait()
+                _keep(cache)
                 print(f"{network.name}, {way}: not compiled in time", flush=True)
     return found
 
@@ -96,17 +105,31 @@ def compile_side_by_side(
 def _started(name: str, way: str, options: Sequence[str], cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.peer_compiling", *options, name, way]
     settings = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdout=pipe, stderr=quiet, text=True, env=settings, start_new_session=True)
+    with _said(cache).open("w") as said:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=said, text=True, env=settings, start_new_session=True
+        )
+
+
+def _said(cache: Path) -> Path:
+    """Where the process with a cache writes what goes wrong."""
+    return cache.with_name(f"{cache.name}.txt")
+
+
+def _keep(cache: Path) -> None:
+    """Have what was compiled read here, however its process ended."""
+    if cache.exists():
+        shutil.copytree(cache, cache_dir(), dirs_exist_ok=True)
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def _ended(network: Network, way: str, process: subprocess.Popen[str], cache: Path) -> list[Cold]:
     printed = process.communicate()[0]
-    if cache.exists():
-        shutil.copytree(cache, cache_dir(), dirs_exist_ok=True)
-        shutil.rmtree(cache, ignore_errors=True)
+    _keep(cache)
     if process.returncode:
-        print(f"{network.name}, {way}: not compiled, the process ended with {process.returncode}", flush=True)
+        said = _said(cache).read_text(errors="replace").split("\n")
+        reason = next((line for line in reversed(said) if line), f"the process ended with {process.returncode}")
+        print(f"{network.name}, {way}: not compiled: {reason}", flush=True)
         return []
     seconds = json.loads(printed.splitlines()[-1])["seconds"]
     print(f"{network.name}, {way}: compiled beside others in {seconds:.0f} s", flush=True)
@@ -119,12 +142,17 @@ def cold_lines(entries: Sequence[Cold]) -> list[str]:
     for network in dict.fromkeys(entry.network for entry in entries):
         seconds = {entry.way: entry.seconds for entry in entries if entry.network == network}
         whole, own = seconds.get("1"), seconds.get(LOWTIDE)
-        ratio = "" if whole is None or own is None else f"{own / whole:.2f}"
-        rows.append([network, harness.seconds_cell(whole), harness.seconds_cell(own), ratio])
+        times = "" if whole is None or own is None else f"{own / whole:.2f}"
+        rows.append([network, harness.seconds_cell(whole), harness.seconds_cell(own), times])
     if not rows:
         return []
     columns = ["network", "the whole model", "lowtide", "ratio"]
     return ["## Set up with nothing compiled before, several side by side", "", *harness.table(columns, rows), ""]
+
+
+def backend_of(*, is_tiny: bool) -> str:
+    """What compiles; for tiny networks, what needs no compiler of machine code."""
+    return "aot_eager_decomp_partition" if is_tiny else "inductor"
 
 
 def lowtide_options(arguments: Any, backend: str) -> dict[str, Any]:
@@ -142,6 +170,11 @@ def add_lowtide_arguments(parser: Parser) -> None:
     """`--variants` and `--regions`."""
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
+
+
+def _way(text: str) -> str:
+    """A way of the command line."""
+    return text if text == LOWTIDE else f"{ratio(text):g}"
 
 
 def _seconds_of(step: Callable[[], None], device: torch.device) -> float:
@@ -163,16 +196,17 @@ def _fitted(model: nn.Module, batch: dict[str, Any], memory_budget: int, options
 def main(given: list[str] | None = None) -> None:
     """The command."""
     parser = Parser(__doc__)
-    parser.add_argument("network")
-    parser.add_argument("way", help=f"{LOWTIDE}, or a ratio for activation_memory_budget")
+    parser.add_argument("network", choices=[network.name for network in NETWORKS])
+    parser.add_argument("way", type=_way, help=f"{LOWTIDE}, or a ratio for activation_memory_budget")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tiny", action="store_true")
     add_lowtide_arguments(parser)
     arguments = parser.parse_args(given)
     networks, device = TINY if arguments.tiny else NETWORKS, torch.device(arguments.device)
-    refuse_unless_chosen("network", [arguments.network], [network.name for network in networks])
-    network = next(network for network in networks if network.name == arguments.network)
-    backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
+    network = next((network for network in networks if network.name == arguments.network), None)
+    if network is None:
+        refuse(f"{arguments.network} has no tiny form; those that have one are {', '.join(n.name for n in networks)}")
+    backend = backend_of(is_tiny=arguments.tiny)
     torch.manual_seed(0)
     model, batch = network.make(str(device), None)
     if arguments.way == LOWTIDE:

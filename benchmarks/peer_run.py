@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from benchmarks import harness
 from benchmarks.peer_claim import Row, draw, report_lines, verdicts
-from benchmarks.peer_compiling import Cold, cold_lines, lowtide_options
+from benchmarks.peer_compiling import Cold, backend_of, cold_lines, lowtide_options
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 
 import lowtide
@@ -67,7 +67,7 @@ class Run(harness.Run):
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         super().__init__("peers", arguments, device, RESULTS)
-        self.backend = "aot_eager_decomp_partition" if arguments.tiny else "inductor"
+        self.backend = backend_of(is_tiny=arguments.tiny)
         self.memory_budgets: list[float] = arguments.memory_budgets
         self.shares: list[float] = arguments.shares
         self.num_segments: list[int] | None = arguments.segments

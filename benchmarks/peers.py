@@ -33,7 +33,14 @@ import torch
 from benchmarks import harness
 from benchmarks.peer_batches import largest_batches
 from benchmarks.peer_claim import Row, report_lines
-from benchmarks.peer_compiling import SHARE_OF_TIME, Cold, add_lowtide_arguments, cold_lines, compile_side_by_side
+from benchmarks.peer_compiling import (
+    SHARE_OF_TIME,
+    Cold,
+    add_lowtide_arguments,
+    cold_lines,
+    compile_side_by_side,
+    ways_of,
+)
 from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
 from benchmarks.peer_run import Batches, Run, batch_lines, write
 from benchmarks.peer_ways import Call, as_it_is, compiled_whole, each_layer, in_segments, saved_on_cpu
@@ -235,13 +242,17 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
 
 
 def compile_first(run: Run, networks: list[Network], arguments: argparse.Namespace) -> None:
-    """Compile what the rows of some networks need, several at once, in a part of the run's time."""
+    """Compile what the rows of some networks need, several at once, in a part of the run's time; not what the run that
+    this one continues has compiled.
+    """
     options = ["--device", arguments.device, "--variants", arguments.variants]
     options += ["--tiny"] if arguments.tiny else []
     options += ["--regions", arguments.regions] if arguments.regions else []
     left = math.inf if arguments.seconds is None else SHARE_OF_TIME * arguments.seconds - run.clock.elapsed_seconds
     until = time.monotonic() + left
-    run.cold += compile_side_by_side(networks, run.memory_budgets, arguments.side_by_side, options, until)
+    known = {(entry.network, entry.way) for entry in run.cold}
+    ways = [(n, way) for n, way in ways_of(networks, run.memory_budgets) if (n.title, way) not in known]
+    run.cold += compile_side_by_side(ways, arguments.side_by_side, options, until)
 
 
 def draw_again(path: Path) -> None:

@@ -13,6 +13,8 @@ BASE, WEIGHTS, ACTIVATIONS, SAVED, RECOMPUTED, IN_FLIGHT, GRADIENTS = range(len(
 class Stored(dict[Value, int]):
     """The values on the device and their bytes; for the base and for weight gradients that cannot move, only the bytes.
 
+    A dict, because the simulator looks values up in every operation; it is changed through `put`, `take` and `restart`.
+
     Example:
         >>> stored = Stored()
         >>> stored.put(("a", 1), 4)

@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 import torch
@@ -259,11 +260,12 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
 class _Started:
     """A process that ends when it is looked at for the second time; those for a network called slow never do."""
 
-    def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
+    def __init__(self, command: list[str], env: dict[str, str], stderr: TextIO, **_: object) -> None:
         self.network, self.way = command[-2:]
         self.command, self.looks = command, 0
         self.pid, self.waited = id(self), False
         self.returncode = 1 if (self.network, self.way) == ("one", "0.5") else 0
+        stderr.write("Traceback ...\nOutOfMemoryError: no room\n")
         cache = Path(env["TORCHINDUCTOR_CACHE_DIR"])
         cache.mkdir()
         (cache / f"{self.network} {self.way}").touch()
@@ -290,11 +292,12 @@ def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, t
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
     monkeypatch.setattr(peer_compiling, "time", clock)
-    monkeypatch.setattr(peer_compiling, "subprocess", SimpleNamespace(Popen=popen, PIPE=None, DEVNULL=None))
+    monkeypatch.setattr(peer_compiling, "subprocess", SimpleNamespace(Popen=popen, PIPE=None))
     monkeypatch.setattr(peer_compiling.os, "killpg", lambda pid, _: killed.append(pid))
     monkeypatch.setattr(peer_compiling, "cache_dir", lambda: tmp_path)
     networks = [Network(name, f"network {name}", None, None, 0) for name in ("one", "slow")]
-    found = peer_compiling.compile_side_by_side(networks, [0.5], 3, ["--device", "cpu"], until=100.0)
+    ways = peer_compiling.ways_of(networks, [0.5, 1.0])
+    found = peer_compiling.compile_side_by_side(ways, 3, ["--device", "cpu"], until=100.0)
     assert [(each.network, each.way) for each in started] == [
         *(("one", "lowtide"), ("one", "1"), ("slow", "lowtide"), ("slow", "1")),
         *(("one", "0.5"), ("slow", "0.5")),
@@ -308,11 +311,37 @@ def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, t
         ("network one", "1", 20),
     ]
     assert "| network one | 20.00 s | 30.00 s | 1.50 |" in peer_compiling.cold_lines(found)
-    # what one that failed has compiled is of use all the same
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one 0.5", "one 1", "one lowtide"]
+    # what one that failed, or was ended, has compiled is of use all the same
+    assert {path.name for path in tmp_path.iterdir()} == {f"{each.network} {each.way}" for each in started}
     printed = capsys.readouterr().out
-    assert "one, 0.5: not compiled, the process ended with 1" in printed
+    assert "one, 0.5: not compiled: OutOfMemoryError: no room" in printed
     assert "slow, lowtide: not compiled in time" in printed
+
+
+def test_what_was_compiled_before_is_not_compiled_again(monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "compile_side_by_side", lambda ways, *_: asked.extend(ways) or [])
+    network = Network("one", "network one", None, None, 0)
+    run = SimpleNamespace(cold=[peer_compiling.Cold("network one", "1", 20.0)], memory_budgets=[0.5])
+    arguments = SimpleNamespace(device="cpu", variants="on", regions=None, tiny=True, side_by_side=2, seconds=None)
+    peers.compile_first(run, [network], arguments)
+    assert asked == [(network, "lowtide"), (network, "0.5")]
+
+
+@pytest.mark.parametrize(
+    ("network", "way", "said"),
+    [
+        ("resnet", "lowtide", "invalid choice: 'resnet'"),
+        ("gpt", "half", "'half' is not a number from 0 to 1"),
+        ("gpt", "1.5", "'1.5' is not a number from 0 to 1"),
+        ("swin", "1", "swin has no tiny form; those that have one are gpt"),
+    ],
+)
+def test_wrong_names_of_processes_are_refused(network, way, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        peer_compiling.main(["--tiny", network, way])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

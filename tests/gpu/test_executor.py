@@ -8,8 +8,8 @@ import math
 
 import pytest
 import torch
-from benchmarks.peers import measured_once
 from tests.runtime import models
+from tests.runtime.budgets import measured_once
 from tests.runtime.schedules import mixed, offloading, random_schedule, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn

@@ -185,7 +185,7 @@ def test_strategies_that_move_leave_those_that_stay_where_they_are(strategy: str
 def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> None:
     """A concatenation is an argument of the block that reads it, so it lives until that block returns."""
     torch.manual_seed(0)
-    model, x = UNet(4, 3), torch.randn(16, 3, 32, 32)
+    model, x = UNet(4, 3), torch.randn(16, 3, 64, 64)
     split, chain = capture_and_measure(model, x, loss=loss, moves_activations=False, keeps_result=False)
     names = [stage.name for stage in chain.stages]
     concatenated = names.index("grow.2") + 1
@@ -197,7 +197,7 @@ def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> 
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
     least = caught.value.minimum_bytes
-    assert least - chain.fixed_bytes < 0.36 * (meter.peak_bytes - chain.fixed_bytes)
+    assert least < 0.36 * meter.peak_bytes
     for share in (0.0, 0.3):
         solution = lowtide.solve(chain, memory_budget=int(least + share * (meter.peak_bytes - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, split=split):
