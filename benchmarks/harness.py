@@ -167,6 +167,12 @@ def release(device: torch.device) -> None:
             release_host()
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """What is reserved of a CUDA device where nothing unused is: what CUDA graphs hold counts, used or not."""
+    release(device)
+    return torch.cuda.memory_reserved(device)
+
+
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """Where and with what figures were measured."""
     on_cuda = device.type == "cuda"

@@ -156,20 +156,22 @@ def backend_of(*, is_tiny: bool) -> str:
 
 
 def lowtide_options(arguments: Any, backend: str) -> dict[str, Any]:
-    """What `fit` is given for compiled rows: the variants and regions of a command line."""
+    """What `fit` is given for compiled rows: the variants, regions and graphs of a command line."""
     regions = {"on": True, "off": False}.get(arguments.regions, arguments.regions)
     return {
         "strategy": "rotor",
         "bandwidth": 0,
         "compile_stages": {"backend": backend, **({} if regions is None else {"regions": regions})},
         "variants": {"on": True, "off": False}.get(arguments.variants, arguments.variants),
+        "cuda_graphs": arguments.graphs,
     }
 
 
 def add_lowtide_arguments(parser: Parser) -> None:
-    """`--variants` and `--regions`."""
+    """`--variants`, `--regions` and `--graphs`."""
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
+    parser.add_argument("--graphs", action="store_true", help="replay compiled steps as CUDA graphs, the peers' too")
 
 
 def _way(text: str) -> str:
@@ -217,7 +219,7 @@ def main(given: list[str] | None = None) -> None:
         with contextlib.suppress(lowtide.InfeasibleBudgetError):
             _fitted(model, batch, int(_SHARE_OF_MEMORY * (peaks[0] or all_bytes)), options)
     else:
-        with compiled_whole(model, backend, float(arguments.way)) as call:
+        with compiled_whole(model, backend, float(arguments.way), graphs=arguments.graphs) as call:
             seconds = _seconds_of(harness.training_step(call, model, batch), device)
     print(json.dumps({"seconds": seconds}))
 

@@ -72,6 +72,7 @@ class Run(harness.Run):
         self.shares: list[float] = arguments.shares
         self.num_segments: list[int] | None = arguments.segments
         self.compiled = lowtide_options(arguments, self.backend)
+        self.graphs: bool = arguments.graphs
         self.rows: list[Row] = []
         self.batches: list[Batches] = []
         self.cold: list[Cold] = []

@@ -46,14 +46,21 @@ def each_layer(model: nn.Module, trunk: str | None) -> Iterator[Call]:
 
 
 @contextmanager
-def compiled_whole(model: nn.Module, backend: str, memory_budget: float) -> Iterator[Call]:
-    """The whole model compiled, with so much of its activations kept (1.0: as the compiler likes)."""
+def compiled_whole(model: nn.Module, backend: str, memory_budget: float, *, graphs: bool = False) -> Iterator[Call]:
+    """The whole model compiled, with so much of its activations kept (1.0: as the compiler likes); with `graphs` the
+    compiler replays CUDA graphs.
+    """
 
     def call(**batch: Any) -> Any:
         return model(**batch)
+
+    def step(**batch: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(**batch)
 
     # Compiled code is kept by code object: that of the call, and, where the model is not one graph (GPT-2 of
     # transformers), that of its own forward, which would serve every budget as the first was compiled.
     torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-        yield torch.compile(call, dynamic=False, backend=backend)
+        compiled = torch.compile(call, dynamic=False, backend=backend, mode="reduce-overhead" if graphs else None)
+        yield step if graphs else compiled

@@ -4,6 +4,7 @@
     python -m benchmarks.peers --device cuda --only gpt --memory-budgets 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9
     python -m benchmarks.peers --device cuda --resume DIR/peers-h200.json --output DIR   # go on where a run ended
     python -m benchmarks.peers --device cuda --passes compiled --shares --side-by-side 10 --seconds 560
+    python -m benchmarks.peers --device cuda --passes compiled --shares --graphs --resume DIR/peers-h200.json
     python -m benchmarks.peers --device cuda --largest-batch --only gpt resnet --seconds 300
     python -m benchmarks.peers --tiny                                          # a minute on any CPU
     python -m benchmarks.peers --draw DIR/peers-h200.json                      # table and figure again, no measuring
@@ -13,7 +14,9 @@ layer checkpointed (transformers' gradient checkpointing, where the model is one
 with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measured peak as its budget, so that the
 claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
 takes longest for the first of them. A step is forward and backward, without an optimizer. `--side-by-side` compiles
-in several processes at once, with nothing compiled before, and then measures each network alone.
+in several processes at once, with nothing compiled before, and then measures each network alone. With `--graphs`
+compiled steps are replayed as CUDA graphs, those of peers too (`mode="reduce-overhead"`): a row of its own each, whose
+memory is what the graphs reserve.
 
 Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
@@ -49,6 +52,7 @@ from benchmarks.refusing import (
     count,
     earlier_results,
     ratio,
+    refuse,
     refuse_unless_chosen,
     usable_folder,
     written_bytes,
@@ -112,7 +116,8 @@ def measured_once() -> Iterator[None]:
 
     def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
         asked = settings.compilation
-        key = id(model), settings.bandwidth > 0, asked and (asked.regions, asked.budgets, repr(asked.options))
+        compiles = asked and (asked.regions, asked.budgets, repr(asked.options))
+        key = id(model), settings.bandwidth > 0, settings.cuda_graphs, compiles
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings, *others)
             measured[key] = split, chain, None if compiled is None else compiled.compilation
@@ -145,6 +150,9 @@ def measure_lowtide(
         stats = plan.stats()
         row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
         row.note = plan.schedule.strategy
+        if options.get("cuda_graphs"):
+            row.peak_bytes = stats.measured_peak_bytes  # with what the graphs reserve
+            row.note = "; ".join([row.note, *(note for note in plan.notes if "without CUDA graphs" in note)])
 
 
 def budgets_from(rows: list[Row], *, compiled: bool, shares: Sequence[float]) -> list[int]:
@@ -170,7 +178,8 @@ def lowtide_rows(
         options = {"strategy": "auto"}
     for budget in budgets:
         amount = "the least" if budget is None else harness.bytes_cell(budget)
-        row = Row(network.title, f"{family} within {amount}", family, compiled="compile_stages" in options)
+        graphs = ", graphs," if options.get("cuda_graphs") else ""
+        row = Row(network.title, f"{family}{graphs} within {amount}", family, compiled="compile_stages" in options)
 
         def measure(row: Row, budget: int | None = budget) -> None:
             measure_lowtide(run, *made, budget, options, row)
@@ -197,9 +206,12 @@ def compiled_pass(run: Run, network: Network, made: tuple[nn.Module, dict[str, A
     """The model compiled as a whole, lowtide with compiled stages; then budgets of the compiler's own."""
     for memory_budget in [1.0, *run.memory_budgets]:
         name = "plain, compiled" if memory_budget == 1 else f"activation_memory_budget {memory_budget:g}, compiled"
+        name += ", graphs" if run.graphs else ""
 
         def measure(row: Row, memory_budget: float = memory_budget) -> None:
-            measure_peer(run, *made, compiled_whole(made[0], run.backend, memory_budget), row)
+            measure_peer(run, *made, compiled_whole(made[0], run.backend, memory_budget, graphs=run.graphs), row)
+            if run.graphs:
+                row.peak_bytes = harness.reserved_bytes(run.device)
 
         run.row(Row(network.title, name, "peer", compiled=True), "compile", measure)
         shares = run.shares if memory_budget == 1 else ()
@@ -243,16 +255,18 @@ def measure_all(run: Run, networks: list[Network], passes: list[str]) -> None:
 
 def compile_first(run: Run, networks: list[Network], arguments: argparse.Namespace) -> None:
     """Compile what the rows of some networks need, several at once, in a part of the run's time; not what the run that
-    this one continues has compiled.
+    this one continues has compiled. What it takes counts without graphs alone.
     """
     options = ["--device", arguments.device, "--variants", arguments.variants]
     options += ["--tiny"] if arguments.tiny else []
     options += ["--regions", arguments.regions] if arguments.regions else []
+    options += ["--graphs"] if arguments.graphs else []
     left = math.inf if arguments.seconds is None else SHARE_OF_TIME * arguments.seconds - run.clock.elapsed_seconds
     until = time.monotonic() + left
-    known = {(entry.network, entry.way) for entry in run.cold}
+    known = {(entry.network, entry.way) for entry in run.cold if not run.graphs}
     ways = [(n, way) for n, way in ways_of(networks, run.memory_budgets) if (n.title, way) not in known]
-    run.cold += compile_side_by_side(ways, arguments.side_by_side, options, until)
+    found = compile_side_by_side(ways, arguments.side_by_side, options, until)
+    run.cold += [] if run.graphs else found
 
 
 def draw_again(path: Path) -> None:
@@ -294,6 +308,8 @@ def main(given: list[str] | None = None) -> None:
         draw_again(arguments.draw)
         return
     device = torch.device(arguments.device)
+    if arguments.graphs and device.type != "cuda":
+        refuse(f"--graphs needs a CUDA device, and --device is {arguments.device}")
     networks = TINY if arguments.tiny else NETWORKS
     refuse_unless_chosen("--only", arguments.only, [f"{n.title} ({n.name})" for n in networks])
     networks = [n for n in networks if harness.is_chosen(f"{n.title} ({n.name})", arguments.only)]

@@ -203,6 +203,7 @@ def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_f
         segments=None,
         variants="off",
         regions="off",
+        graphs=False,
         resume=None,
     )
     run = peers.Run(arguments, torch.device("cpu"))
@@ -318,14 +319,69 @@ def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, t
     assert "slow, lowtide: not compiled in time" in printed
 
 
-def test_what_was_compiled_before_is_not_compiled_again(monkeypatch):
-    asked = []
-    monkeypatch.setattr(peers, "compile_side_by_side", lambda ways, *_: asked.extend(ways) or [])
-    network = Network("one", "network one", None, None, 0)
-    run = SimpleNamespace(cold=[peer_compiling.Cold("network one", "1", 20.0)], memory_budgets=[0.5])
-    arguments = SimpleNamespace(device="cpu", variants="on", regions=None, tiny=True, side_by_side=2, seconds=None)
+@pytest.mark.parametrize(
+    ("graphs", "compiled"),
+    [(False, ["lowtide", "0.5"]), (True, ["lowtide", "1", "0.5"])],  # graphs are compiled for besides
+)
+def test_what_was_compiled_before_is_not_compiled_again(graphs, compiled, monkeypatch):
+    asked, network = [], Network("one", "network one", None, None, 0)
+
+    def compiling(ways, _, options, __):
+        assert ("--graphs" in options) == graphs
+        asked.extend(way for _, way in ways)
+        return [peer_compiling.Cold("network one", "0.5", 30.0)]
+
+    monkeypatch.setattr(peers, "compile_side_by_side", compiling)
+    before = peer_compiling.Cold("network one", "1", 20.0)
+    run = SimpleNamespace(cold=[before], memory_budgets=[0.5], graphs=graphs)
+    arguments = SimpleNamespace(
+        device="cpu", variants="on", regions=None, graphs=graphs, tiny=True, side_by_side=2, seconds=None
+    )
     peers.compile_first(run, [network], arguments)
-    assert asked == [(network, "lowtide"), (network, "0.5")]
+    assert asked == compiled
+    assert len(run.cold) == (1 if graphs else 2)  # what setting up takes is compared without graphs
+
+
+def test_compiled_rows_with_graphs_are_rows_of_their_own_with_what_graphs_reserve(monkeypatch):
+    given, rows = [], {}
+    network = Network("one", "network one", None, None, 0)
+    run = SimpleNamespace(memory_budgets=[], shares=(), backend="inductor", graphs=True, device=torch.device("cuda"))
+    run.compiled = {"compile_stages": True, "cuda_graphs": True}
+    run.of = lambda _: [row("plain, compiled", "peer", 1.0, 100, compiled=True)]  # of a run that this one continues
+
+    def measured(row, kind, measure):
+        measure(row)
+        rows[row.way] = row.peak_bytes
+
+    class Plan:
+        schedule, notes = SimpleNamespace(strategy="rotor"), ()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def stats(self):
+            return SimpleNamespace(predicted_seconds=1.0, predicted_peak_bytes=80, measured_peak_bytes=90)
+
+    run.row = measured
+    timed = harness.Timed(1.0, 0.0, 70, 5)
+    monkeypatch.setattr(peers, "measure_peer", lambda run, model, batch, way, row: given.append(way))
+    monkeypatch.setattr(peers, "compiled_whole", lambda *_, graphs: graphs)
+    monkeypatch.setattr(peers.harness, "reserved_bytes", lambda _: 120)
+    monkeypatch.setattr(peers.harness, "time_steps", lambda *_: timed)
+    monkeypatch.setattr(peers.lowtide, "fit", lambda *_, cuda_graphs, **__: given.append(cuda_graphs) or Plan())
+    peers.compiled_pass(run, network, (nn.Linear(1, 1), {}))
+    assert given == [True, True]
+    assert rows == {"plain, compiled, graphs": 120, "lowtide compiled, graphs, within 100 B": 90}
+
+
+def test_graphs_are_refused_without_a_device_that_has_them(capsys):
+    with pytest.raises(SystemExit) as ended:
+        peers.main(["--tiny", "--device", "cpu", "--graphs"])
+    assert ended.value.code == 2
+    assert "--graphs needs a CUDA device, and --device is cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
