@@ -16,6 +16,10 @@ from benchmarks.harness import bytes_cell, heading, panels, seconds_cell, table
 # Medians of equal runs differ by so much: less than this is no difference.
 NOISE = 0.01
 
+# So do their peaks, by which blocks the allocator has: 13 ways that were measured in several runs on an H200 were up to
+# 0.16 % apart. Plans leave 4 MiB of their budgets for the same reason.
+NOISE_OF_PEAKS = 0.002
+
 
 @dataclass
 class Row:
@@ -53,7 +57,7 @@ class Verdict:
 
     row: Row
     at_its_memory: Row | None
-    """lowtide's fastest row with no more memory; None: lowtide has none."""
+    """lowtide's fastest row with no more memory, but for noise; None: lowtide has none."""
     at_its_time: Row | None
     """lowtide's leanest row that is no slower; None: lowtide has none."""
 
@@ -97,7 +101,7 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     for peer in (row for row in measured if row.family == "peer"):
         assert peer.seconds is not None
         assert peer.peak_bytes is not None
-        no_larger = [row for row in own if (row.peak_bytes or 0) <= peer.peak_bytes]
+        no_larger = [row for row in own if (row.peak_bytes or 0) <= peer.peak_bytes * (1 + NOISE_OF_PEAKS)]
         no_slower = [row for row in own if (row.seconds or 0) <= peer.seconds * (1 + NOISE)]
         fastest = min(no_larger, key=lambda row: row.seconds or 0, default=None)
         leanest = min(no_slower, key=lambda row: row.peak_bytes or 0, default=None)
@@ -165,8 +169,9 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     return [
         *table(columns, [cells(verdict) for verdict in checked]),
         "",
-        f"Claim: at every peak memory that a peer reaches lowtide's step is no slower ({NOISE:.0%} is noise), and at "
-        f"the peer's step time lowtide's peak is lower. Both hold for {num_hold} of {len(checked)} peers; no slower at "
+        f"Claim: at every peak memory that a peer reaches ({NOISE_OF_PEAKS:.1%} is noise) lowtide's step is no slower "
+        f"({NOISE:.0%} is noise), and at the peer's step time lowtide's peak is lower. Both hold for {num_hold} of "
+        f"{len(checked)} peers; no slower at "
         f"its memory: {sum(v.holds_at_its_memory for v in checked)}; lower at its time: "
         f"{sum(v.holds_at_its_time for v in checked)}.",
     ]

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from benchmarks import harness
 from benchmarks.peer_batches import largest_batches
-from benchmarks.peer_claim import Row, report_lines
+from benchmarks.peer_claim import NOISE_OF_PEAKS, Row, report_lines
 from benchmarks.peer_compiling import (
     SHARE_OF_TIME,
     Cold,
@@ -156,15 +156,19 @@ def measure_lowtide(
 
 
 def budgets_from(rows: list[Row], *, compiled: bool, shares: Sequence[float]) -> list[int]:
-    """Every peak that the peers reach, and shares of plain training's; those that are nearly equal once."""
+    """Every peak that the peers reach, with its noise, and shares of plain training's; of those that are nearly equal
+    the least.
+    """
     peers = [row for row in rows if row.is_measured and row.family == "peer" and row.compiled == compiled]
     peaks = [row.peak_bytes or 0 for row in peers]
     plain = max((row.peak_bytes or 0 for row in peers if row.way.startswith("plain")), default=0)
     wanted: list[int] = []
-    for peak in [*peaks, *(int(plain * share) for share in shares if plain)]:
-        if all(abs(peak - other) > SAME_BUDGET * other for other in wanted):
-            wanted.append(peak)
-    return wanted
+    for budget in sorted(
+        [*(int(peak * (1 + NOISE_OF_PEAKS)) for peak in peaks), *(int(plain * share) for share in shares if plain)]
+    ):
+        if not wanted or budget - wanted[-1] > SAME_BUDGET * wanted[-1]:
+            wanted.append(budget)
+    return wanted[::-1]
 
 
 def lowtide_rows(

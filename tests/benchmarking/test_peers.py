@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 import torch
 from benchmarks import harness, peer_batches, peer_compiling, peers
-from benchmarks.peer_claim import NOISE, Row, best_of, claim_lines, verdicts
+from benchmarks.peer_claim import NOISE, NOISE_OF_PEAKS, Row, best_of, claim_lines, verdicts
 from benchmarks.peer_networks import Network
 from benchmarks.peer_run import Batches, batch_lines
 from benchmarks.peer_ways import compiled_whole
@@ -29,7 +29,7 @@ def row(way: str, family: str, seconds: float | None, peak_bytes: int | None, **
 def test_the_claim_compares_at_equal_memory_and_at_equal_time():
     rows = [
         row("peer", "peer", 2.0, 100),
-        row("a", "lowtide", 1.5, 101),  # too large to count at its memory, but no slower
+        row("a", "lowtide", 1.5, 101),  # too large to count at its memory, beyond noise, but no slower
         row("b", "lowtide", 1.8, 90),
         row("c", "lowtide compiled", 1.9, 60),
         row("d", "lowtide", 2.5, 40),  # too slow to count at its time
@@ -68,18 +68,22 @@ def test_less_than_the_noise_is_no_difference_and_what_was_not_measured_does_not
     rows = [row("peer", "peer", 1.0, 100), row("own", "lowtide", 1.0 + NOISE / 2, 90), row("oom", "peer", None, None)]
     (verdict,) = verdicts(rows)
     assert verdict.holds
+    rows[1].peak_bytes = 100 * (1 + NOISE_OF_PEAKS / 2)
+    (verdict,) = verdicts(rows)
+    assert verdict.holds_at_its_memory
+    assert not verdict.holds_at_its_time
 
 
 def test_budgets_are_the_peers_peaks_each_once():
     rows = [
-        row("plain, eager", "peer", 1.0, 1000),
         row("x", "peer", 1.0, 1004),
+        row("plain, eager", "peer", 1.0, 1000),
         row("y", "peer", 1.0, 500),
         row("z", "peer", 1.0, 300, compiled=True),
         row("own", "lowtide", 1.0, 50),
     ]
-    assert peers.budgets_from(rows, compiled=False, shares=(0.5, 0.2)) == [1000, 500, 200]
-    assert peers.budgets_from(rows, compiled=True, shares=()) == [300]
+    assert peers.budgets_from(rows, compiled=False, shares=(0.5, 0.2)) == [1002, 500, 200]
+    assert peers.budgets_from(rows, compiled=True, shares=(0.5,)) == [300]  # nothing compiled is plain
 
 
 class Broken(nn.Module):
