@@ -130,6 +130,26 @@ def test_where_offloading_was_tried_too_a_refusal_does_not_advise_it(monkeypatch
         lowtide.fit(deep(), torch.randn(*SHAPE), memory_budget="100KiB", bandwidth="100GB/s")
 
 
+@pytest.mark.parametrize(("times", "is_said"), [(1.2, False), (1.3, True)])
+def test_where_launching_decides_graphs_are_advised(times, is_said, monkeypatch):
+    real, measure_split = trials._tried, trials.measure_split
+
+    def launched(*given, **options):  # the device takes half of what a step takes that launches each stage
+        chain = measure_split(*given, **options)
+        half = [[stage.forward_seconds / 2, stage.backward_seconds / 2] for stage in chain.stages]
+        return dataclasses.replace(chain, provenance={**chain.provenance, "device_seconds": half})
+
+    def timed(model, sample, planned, settings, **options):
+        tried = real(model, sample, planned, settings, **options)
+        return dataclasses.replace(tried, seconds=times / 2 * planned.solution.seconds)
+
+    monkeypatch.setattr(trials, "is_timed", lambda device: True)
+    monkeypatch.setattr(trials, "measure_split", launched)
+    monkeypatch.setattr(trials, "_tried", timed)
+    with lowtide.fit(deep(), torch.randn(*SHAPE), memory_budget=budget_of(1.3), **RECOMPUTE) as plan:
+        assert any('try cuda_graphs="auto"' in note for note in plan.notes) == is_said
+
+
 def test_a_budget_that_only_the_prediction_exceeds_is_met(monkeypatch):
     model, x = deep(), batches(SHAPE, 1)[0]
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
