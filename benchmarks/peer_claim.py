@@ -200,7 +200,7 @@ def draw(plt: Any, facts: dict[str, Any], rows: Sequence[Row]) -> Any:
     }
     if not networks:
         return None
-    figure, panel_of = panels(plt, list(networks), columns=3 if len(networks) in (3, 5, 6) else 2, size=(6.6, 4.8))
+    figure, panel_of = panels(plt, list(networks), columns=3 if len(networks) in (3, 5, 6, 9) else 2, size=(6.6, 4.8))
     for name, own in networks.items():
         _draw_network(panel_of[name], name, own)
     figure.suptitle(f"Step time against peak memory, {facts['machine']}, torch {facts['torch']}", fontsize=11)
