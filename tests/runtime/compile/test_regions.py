@@ -582,6 +582,22 @@ def test_all_as_one_is_tried_again_where_a_real_step_takes_more(nearly_all, monk
         assert sum(F.cross_entropy in graph and F.embedding in graph for graph in backend.graphs) == 1
 
 
+@pytest.mark.usefixtures("_host_bound")
+def test_regions_that_are_joined_end_where_blocks_do() -> None:
+    model, text = Growing(), texts(batch=64)[0]
+    with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, compile_stages=False) as plan:
+        assert any(name.startswith("blocks.1.") for name in stage_names(plan))  # it can be cut inside blocks
+        budget = int(0.9 * plan.stats().predicted_peak_bytes)
+    with lowtide.fit(model, text, memory_budget=budget, **OPTIONS, **auto_with(UNPARTITIONED)) as plan:
+        assert regions_of(model) is not None
+        assert plan.stats().predicted_seconds == pytest.approx(OF_JOINED)
+        assert all(name.count(".") < 2 for name in stage_names(plan))
+
+
+def stage_names(plan: lowtide.Plan) -> list[str]:
+    return [stage.name for stage in plan.chain.stages]
+
+
 class _Compiled:
     """Stands in for a compiled model."""
 

@@ -57,6 +57,8 @@ class Settings:
     """Replay steps as CUDA graphs; `"auto"`: where a trial shows that they are faster."""
     placed: Placed | None = None
     """The model's weights are on the lower tier."""
+    in_blocks: bool = False
+    """Cut between blocks, as where they are compiled, and not inside them."""
     most_stages: int = 0
     """Compiled in regions, join stages where there are more than so many; 0: do not."""
     each_trial_compiles: bool = False

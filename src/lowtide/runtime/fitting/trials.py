@@ -238,7 +238,7 @@ def measured_for(
         sample,
         stages=settings.stages,
         loss=settings.loss,
-        blocks=compilation is not None,
+        blocks=compilation is not None or settings.in_blocks,
         without_running=settings.placed is not None,
     )
     return found
