@@ -491,6 +491,15 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> No
         assert len(backend.graphs) <= 1 + 6  # the whole, which was too large, and what the schedule joins
         model(text).backward()
         assert plan.stats().recomputed_per_step > 0
+    monkeypatch.setattr(compiling, "_LEAST_OF_EAGER", 1.0)  # the whole is known to be too large
+    backend = Counting()
+    model.zero_grad()
+    with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
+        assert plan.chain.num_stages > most
+        assert len(backend.graphs) <= 6
+        assert not any(F.cross_entropy in graph and F.embedding in graph for graph in backend.graphs)
+        model(text).backward()
+        assert plan.stats().recomputed_per_step > 0
     monkeypatch.setattr(compiling.CompiledPlanning, "_joint", lambda *_: [])  # nothing that is joined fits
     backend = Counting()
     model.zero_grad()

@@ -92,6 +92,8 @@ class CompiledPlanning:
         self._after, self._tier, self._goes_on = after, tier, goes_on
         self._budgets = settings.compilation.budgets
         self._repeats = True
+        self._eager: tuple[Split, Chain] | None = None
+        """The stages without compilation, and what they cost, where everything may be stored."""
         self._layout_note = ""
 
     def plan(self) -> tuple[Planned, CompiledModel]:
@@ -111,7 +113,7 @@ class CompiledPlanning:
         decides = settings.regions == AUTO and is_timed(device_of(self._model))
         if not (decides or settings.regions is True):
             return self._only_blocks()
-        trials = _storing_all(self._model, self._sample, settings, self._after, self._tier)
+        trials = self._storing_all()
         if decides:
             self._bound(num_compiled=0 if trials is None else 1)
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
@@ -250,13 +252,16 @@ class CompiledPlanning:
         regions. Where the whole model was tried as one, joined regions take as long as that, and what is computed
         again, and blocks what they take in such a step. Where it was not, all that is known is the sum of the stages,
         and of single stages those that take less as regions or as blocks are one way. The others are for where nothing
-        else fits; and where all stages differ, single ones are. Where only regions were asked for, there are no blocks.
+        else fits; and where all stages differ, single ones are, and if the whole model was not tried, schedules join
+        regions by what stages take without compilation. Where only regions were asked for, there are no blocks.
         """
         joint = [] if whole is None else self._joint(whole.split, _without_unknown(whole))
         if self._settings.regions is True:  # single regions fuse less than the whole model
             single = _Way(0.0 if whole is None else whole.solution.seconds, regions=True)
             return sorted([single, *joint], key=lambda way: way.seconds)
         if not self._repeats:
+            if whole is None and self._eager is not None:  # all that is compiled are the regions of one schedule
+                joint = self._joint(*self._eager)
             return [*joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
         first, seconds = False, 0.0
         if whole is None:
@@ -299,6 +304,25 @@ class CompiledPlanning:
             let_go(device_of(self._model))
         return tried.seconds if isinstance(tried, Trial) and tried.seconds else chain.compute_seconds
 
+    def _storing_all(self) -> Trials | None:
+        """Trials of everything stored, with room for what a real step has shown; None: whatever a compiler saves, that
+        does not stay within the budget.
+        """
+        settings, after = self._settings, self._after
+        if settings.strategy not in _MAY_STORE_ALL or settings.stages is not None:
+            return None
+        # Regions that a schedule joins end where blocks do. One that cuts inside them recomputes a part of each: a
+        # narrow Swin of 24 blocks within 53 % of its memory has 45 regions so, and else 4, with 1.5 % more to compute.
+        settings = replace(settings, compilation=None, in_blocks=True, strategy="store-all", bandwidth=0)
+        split, (chain, _) = measured_for(self._model, self._sample, settings)
+        self._eager = split, chain
+        unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
+        trials = Trials(self._model, self._sample, split, chain, settings, self._tier, unknown_bytes)
+        predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
+        assert isinstance(predicted, Trial)
+        least = max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes)
+        return trials if trials.asked.memory_budget >= least else None
+
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:
         """The way that joins regions, where a schedule is predicted to fit; strategies that move values have none."""
         if self._settings.strategy not in _MAY_STORE_ALL or self._settings.step_in_backward:
@@ -314,26 +338,6 @@ def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
     """The variants that are compiled where there may be so many: those that save the least and the most come first."""
     by_use = sorted(range(len(budgets)), key=lambda place: (place not in (0, len(budgets) - 1), place))
     return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
-
-
-def _storing_all(
-    model: nn.Module, sample: Sample, settings: Settings, after: RealStep | None, tier: Tier
-) -> Trials | None:
-    """Trials of everything stored, with room for what a real step has shown; None: whatever a compiler saves, that does
-    not stay within the budget.
-    """
-    if settings.strategy not in _MAY_STORE_ALL or settings.stages is not None:
-        return None
-    # Regions that a schedule joins end where blocks do. One that cuts inside them recomputes a part of each: a narrow
-    # Swin of 24 blocks within 53 % of its memory has 45 regions so, and else 4, with 1.5 % more to compute.
-    settings = replace(settings, compilation=None, in_blocks=True, strategy="store-all", bandwidth=0)
-    split, (chain, _) = measured_for(model, sample, settings)
-    unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
-    trials = Trials(model, sample, split, chain, settings, tier, unknown_bytes)
-    predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
-    assert isinstance(predicted, Trial)
-    least = max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes)
-    return trials if trials.asked.memory_budget >= least else None
 
 
 def _as_one_region(model: nn.Module, compilation: Compilation, trials: Trials) -> tuple[Planned, CompiledModel] | None:
