@@ -130,8 +130,8 @@ def test_where_offloading_was_tried_too_a_refusal_does_not_advise_it(monkeypatch
         lowtide.fit(deep(), torch.randn(*SHAPE), memory_budget="100KiB", bandwidth="100GB/s")
 
 
-@pytest.mark.parametrize(("times", "is_said"), [(1.2, False), (1.3, True)])
-def test_where_launching_decides_graphs_are_advised(times, is_said, monkeypatch):
+@pytest.mark.parametrize(("times", "alone", "is_said"), [(1.2, True, False), (1.3, True, True), (1.3, False, False)])
+def test_where_launching_decides_graphs_are_advised(times, alone, is_said, monkeypatch):
     real, measure_split = trials._tried, trials.measure_split
 
     def launched(*given, **options):  # the device takes half of what a step takes that launches each stage
@@ -144,6 +144,7 @@ def test_where_launching_decides_graphs_are_advised(times, is_said, monkeypatch)
         return dataclasses.replace(tried, seconds=times / 2 * planned.solution.seconds)
 
     monkeypatch.setattr(trials, "is_timed", lambda device: True)
+    monkeypatch.setattr(trials, "is_distributed", lambda: not alone)
     monkeypatch.setattr(trials, "measure_split", launched)
     monkeypatch.setattr(trials, "_tried", timed)
     with lowtide.fit(deep(), torch.randn(*SHAPE), memory_budget=budget_of(1.3), **RECOMPUTE) as plan:

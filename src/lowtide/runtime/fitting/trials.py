@@ -14,6 +14,7 @@ from lowtide.errors import InfeasibleBudgetError, PlanError, ScheduleError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel
 from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.fitting.distributed import is_distributed
 from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
@@ -438,9 +439,10 @@ class Trials:
     def _notes_on_launching(self, solution: Solution, seconds: float | None) -> tuple[str, ...]:
         """What to do where launching on the host, and not the device, decides how long a schedule takes."""
         on_device = sum(map(sum, self._chain.provenance.get("device_seconds", ())))
-        may_help = self._settings.cuda_graphs is False and is_timed(device_of(self._model))
-        if not seconds or not on_device or not may_help or solution.trace.moved_bytes:
+        if not seconds or not on_device or not is_timed(device_of(self._model)):
             return ()
+        if self._settings.cuda_graphs is not False or is_distributed() or solution.trace.moved_bytes:
+            return ()  # they are used, cannot be, or copies may be what takes so long
         expected = solution.seconds * on_device / self._chain.compute_seconds
         if seconds <= _HELD_UP * expected:
             return ()
