@@ -16,8 +16,8 @@ from benchmarks.harness import bytes_cell, heading, panels, seconds_cell, table
 # Medians of equal runs differ by so much: less than this is no difference.
 NOISE = 0.01
 
-# So do their peaks, by which blocks the allocator has: 13 ways that were measured in several runs on an H200 were up to
-# 0.16 % apart. Plans leave 4 MiB of their budgets for the same reason.
+# So do their peaks: of 24 ways that were measured in several runs on an H200, 22 were up to 0.16 % apart (the others
+# 8 and 9 %, which is more than noise). Presumably the allocator's, for which plans leave 4 MiB of their budgets.
 NOISE_OF_PEAKS = 0.002
 
 

@@ -174,6 +174,12 @@ def add_lowtide_arguments(parser: Parser) -> None:
     parser.add_argument("--graphs", action="store_true", help="replay compiled steps as CUDA graphs, the peers' too")
 
 
+def refuse_graphs_without_cuda(arguments: Any) -> None:
+    """End the command where graphs are asked for on another device."""
+    if arguments.graphs and torch.device(arguments.device).type != "cuda":
+        refuse(f"--graphs needs a CUDA device, and --device is {arguments.device}")
+
+
 def _way(text: str) -> str:
     """A way of the command line."""
     return text if text == LOWTIDE else f"{ratio(text):g}"
@@ -204,6 +210,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true")
     add_lowtide_arguments(parser)
     arguments = parser.parse_args(given)
+    refuse_graphs_without_cuda(arguments)
     networks, device = TINY if arguments.tiny else NETWORKS, torch.device(arguments.device)
     network = next((network for network in networks if network.name == arguments.network), None)
     if network is None:

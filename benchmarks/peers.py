@@ -42,6 +42,7 @@ from benchmarks.peer_compiling import (
     add_lowtide_arguments,
     cold_lines,
     compile_side_by_side,
+    refuse_graphs_without_cuda,
     ways_of,
 )
 from benchmarks.peer_networks import NETWORKS, TINY, Network, layers_of
@@ -52,7 +53,6 @@ from benchmarks.refusing import (
     count,
     earlier_results,
     ratio,
-    refuse,
     refuse_unless_chosen,
     usable_folder,
     written_bytes,
@@ -312,8 +312,7 @@ def main(given: list[str] | None = None) -> None:
         draw_again(arguments.draw)
         return
     device = torch.device(arguments.device)
-    if arguments.graphs and device.type != "cuda":
-        refuse(f"--graphs needs a CUDA device, and --device is {arguments.device}")
+    refuse_graphs_without_cuda(arguments)
     networks = TINY if arguments.tiny else NETWORKS
     refuse_unless_chosen("--only", arguments.only, [f"{n.title} ({n.name})" for n in networks])
     networks = [n for n in networks if harness.is_chosen(f"{n.title} ({n.name})", arguments.only)]

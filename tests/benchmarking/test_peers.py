@@ -381,9 +381,10 @@ def test_compiled_rows_with_graphs_are_rows_of_their_own_with_what_graphs_reserv
     assert rows == {"plain, compiled, graphs": 120, "lowtide compiled, graphs, within 100 B": 90}
 
 
-def test_graphs_are_refused_without_a_device_that_has_them(capsys):
+@pytest.mark.parametrize(("command", "given"), [(peers.main, []), (peer_compiling.main, ["gpt", "lowtide"])])
+def test_graphs_are_refused_without_a_device_that_has_them(command, given, capsys):
     with pytest.raises(SystemExit) as ended:
-        peers.main(["--tiny", "--device", "cpu", "--graphs"])
+        command(["--tiny", "--device", "cpu", "--graphs", *given])
     assert ended.value.code == 2
     assert "--graphs needs a CUDA device, and --device is cpu" in capsys.readouterr().err
 

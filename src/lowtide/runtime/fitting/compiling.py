@@ -315,6 +315,8 @@ class CompiledPlanning:
         # narrow Swin of 24 blocks within 53 % of its memory has 45 regions so, and else 4, with 1.5 % more to compute.
         settings = replace(settings, compilation=None, in_blocks=True, strategy="store-all", bandwidth=0)
         split, (chain, _) = measured_for(self._model, self._sample, settings)
+        # What they take on the device without compilation is not what regions take there.
+        chain = replace(chain, provenance={**chain.provenance, "device_seconds": ()})
         self._eager = split, chain
         unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
         trials = Trials(self._model, self._sample, split, chain, settings, self._tier, unknown_bytes)

@@ -437,7 +437,9 @@ class Trials:
         )
 
     def _notes_on_launching(self, solution: Solution, seconds: float | None) -> tuple[str, ...]:
-        """What to do where launching on the host, and not the device, decides how long a schedule takes."""
+        """What to do where launching on the host, and not the device, decides how long a schedule takes, as far as what
+        its stages take on the device is known.
+        """
         on_device = sum(map(sum, self._chain.provenance.get("device_seconds", ())))
         if not seconds or not on_device or not is_timed(device_of(self._model)):
             return ()
