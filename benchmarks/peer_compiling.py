@@ -1,12 +1,13 @@
 """Compiles what `benchmarks.peers` measures, side by side, before it measures each network alone.
 
     python -m benchmarks.peer_compiling --device cuda gpt 0.5        # one of its processes: the whole model at a ratio
-    python -m benchmarks.peer_compiling --device cuda gpt lowtide    # or what lowtide compiles
+    python -m benchmarks.peer_compiling --device cuda gpt lowtide    # or lowtide, where everything fits
 
 Compiling takes minutes, most of them in one thread, and leaves its results in the compiler's cache on disk. So each
 ratio of a network, and lowtide, is compiled in a process of its own, beside others; afterwards rows are measured alone,
 and what was compiled is read. Every process begins with nothing compiled: what lowtide takes is not what the whole
-model left, so the seconds of both can be compared.
+model left, so the seconds of both can be compared. After them the process of a ratio compiles what lowtide needs within
+the memory that the model took at it, as the rows will be.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from benchmarks import harness
+from benchmarks.peer_claim import NOISE_OF_PEAKS
 from benchmarks.peer_networks import NETWORKS, TINY, Network
 from benchmarks.peer_ways import compiled_whole
 from benchmarks.refusing import Parser, ratio, refuse
@@ -41,9 +43,6 @@ SHARE_OF_TIME = 0.6
 LOWTIDE = "lowtide"
 
 _MUCH = 2**40  # bytes: room for everything, on a CPU
-
-# Of the memory in which everything is stored: lowtide compiles more where that is not there.
-_SHARE_OF_MEMORY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +95,7 @@ def compile_side_by_side(
         finally:
             for (network, way), (process, cache) in running.items():
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that compile for it
-                process.wait()
-                _keep(cache)
-                print(f"{network.name}, {way}: not compiled in time", flush=True)
+                found += _ended(network, way, process, cache, "ended, the time was over")
     return found
 
 
@@ -123,17 +120,18 @@ def _keep(cache: Path) -> None:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def _ended(network: Network, way: str, process: subprocess.Popen[str], cache: Path) -> list[Cold]:
-    printed = process.communicate()[0]
+def _ended(
+    network: Network, way: str, process: subprocess.Popen[str], cache: Path, reason: str | None = None
+) -> list[Cold]:
+    printed = process.communicate()[0].splitlines()
     _keep(cache)
-    if process.returncode:
+    if process.returncode and reason is None:
         said = _said(cache).read_text(errors="replace").split("\n")
         reason = next((line for line in reversed(said) if line), f"the process ended with {process.returncode}")
-        print(f"{network.name}, {way}: not compiled: {reason}", flush=True)
-        return []
-    seconds = json.loads(printed.splitlines()[-1])["seconds"]
-    print(f"{network.name}, {way}: compiled beside others in {seconds:.0f} s", flush=True)
-    return [Cold(network.title, way, seconds)]
+    seconds = next((json.loads(line)["seconds"] for line in printed if line.startswith('{"seconds"')), None)
+    took = "not compiled" if seconds is None else f"compiled beside others in {seconds:.0f} s"
+    print(f"{network.name}, {way}: {took}{'' if reason is None else f'; {reason}'}", flush=True)
+    return [] if seconds is None else [Cold(network.title, way, seconds)]
 
 
 def cold_lines(entries: Sequence[Cold]) -> list[str]:
@@ -185,20 +183,20 @@ def _way(text: str) -> str:
     return text if text == LOWTIDE else f"{ratio(text):g}"
 
 
-def _seconds_of(step: Callable[[], None], device: torch.device) -> float:
+def _timed(step: Callable[[], None], device: torch.device) -> None:
+    """Run a step that compiles, and print its seconds at once: what follows may be ended."""
     begin = time.perf_counter()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
+    print(json.dumps({"seconds": time.perf_counter() - begin}), flush=True)
 
 
-def _fitted(model: nn.Module, batch: dict[str, Any], memory_budget: int, options: dict[str, Any]) -> int | None:
-    """Train a step within a budget; what it was predicted to take."""
+def _fitted(model: nn.Module, batch: dict[str, Any], memory_budget: int, options: dict[str, Any]) -> None:
+    """Train a step within a budget."""
     given = {**options, "optimizer": harness.without_state(model), "keeps_result": False}
-    with lowtide.fit(model, batch, memory_budget=memory_budget, **given) as plan:
+    with lowtide.fit(model, batch, memory_budget=memory_budget, **given):
         harness.training_step(model, model, batch)()
-        return plan.stats().predicted_peak_bytes
 
 
 def main(given: list[str] | None = None) -> None:
@@ -218,17 +216,19 @@ def main(given: list[str] | None = None) -> None:
     backend = backend_of(is_tiny=arguments.tiny)
     torch.manual_seed(0)
     model, batch = network.make(str(device), None)
+    options = lowtide_options(arguments, backend)
     if arguments.way == LOWTIDE:
-        options = lowtide_options(arguments, backend)
         all_bytes = harness.machine_facts(device)["memory_bytes"] or _MUCH
-        peaks: list[int | None] = []
-        seconds = _seconds_of(lambda: peaks.append(_fitted(model, batch, all_bytes, options)), device)
-        with contextlib.suppress(lowtide.InfeasibleBudgetError):
-            _fitted(model, batch, int(_SHARE_OF_MEMORY * (peaks[0] or all_bytes)), options)
-    else:
-        with compiled_whole(model, backend, float(arguments.way), graphs=arguments.graphs) as call:
-            seconds = _seconds_of(harness.training_step(call, model, batch), device)
-    print(json.dumps({"seconds": seconds}))
+        _timed(lambda: _fitted(model, batch, all_bytes, options), device)
+        return
+    with compiled_whole(model, backend, float(arguments.way), graphs=arguments.graphs) as call:
+        step = harness.training_step(call, model, batch)
+        _timed(step, device)
+        peak = harness.time_steps(step, device).peak_bytes
+        if arguments.graphs:
+            peak = harness.reserved_bytes(device)
+    with contextlib.suppress(lowtide.InfeasibleBudgetError):
+        _fitted(model, batch, int(peak * (1 + NOISE_OF_PEAKS)), options)
 
 
 if __name__ == "__main__":

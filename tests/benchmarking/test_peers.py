@@ -280,10 +280,10 @@ class _Started:
         return self.returncode if self.looks > 1 and self.network != "slow" else None
 
     def communicate(self) -> tuple[str, None]:
-        return f'anything\n{{"seconds": {30 if self.way == "lowtide" else 20}}}\n', None
-
-    def wait(self) -> None:
         self.waited = True
+        if self.returncode or (self.network == "slow" and self.way != "1"):
+            return "anything\n", None
+        return f'anything\n{{"seconds": {30 if self.way == "lowtide" else 20}}}\nmore\n', None
 
 
 def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, tmp_path):
@@ -314,13 +314,14 @@ def test_ways_are_compiled_side_by_side_and_ended_in_time(monkeypatch, capsys, t
     assert [(entry.network, entry.way, entry.seconds) for entry in found] == [
         ("network one", "lowtide", 30),
         ("network one", "1", 20),
+        ("network slow", "1", 20),  # it was done with what is compared
     ]
     assert "| network one | 20.00 s | 30.00 s | 1.50 |" in peer_compiling.cold_lines(found)
     # what one that failed, or was ended, has compiled is of use all the same
     assert {path.name for path in tmp_path.iterdir()} == {f"{each.network} {each.way}" for each in started}
     printed = capsys.readouterr().out
-    assert "one, 0.5: not compiled: OutOfMemoryError: no room" in printed
-    assert "slow, lowtide: not compiled in time" in printed
+    assert "one, 0.5: not compiled; OutOfMemoryError: no room" in printed
+    assert "slow, lowtide: not compiled; ended, the time was over" in printed
 
 
 @pytest.mark.parametrize(
@@ -406,9 +407,18 @@ def test_wrong_names_of_processes_are_refused(network, way, said, capsys):
 
 
 @pytest.mark.slow
-def test_one_of_the_processes_in_small(capsys):
-    peer_compiling.main(["--tiny", "--device", "cpu", "gpt", "lowtide"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"] > 0
+def test_some_of_the_processes_in_small(capsys, monkeypatch):
+    budgets, fit = [], peer_compiling.lowtide.fit
+    monkeypatch.setattr(
+        peer_compiling.lowtide,
+        "fit",
+        lambda *given, **more: budgets.append(more["memory_budget"]) or fit(*given, **more),
+    )
+    for way in ("lowtide", "0.5"):
+        peer_compiling.main(["--tiny", "--device", "cpu", "gpt", way])
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"] > 0
+    assert len(budgets) == 2  # first with room for everything, then with what the whole model takes at that ratio
+    assert budgets[1] < 2**24 < budgets[0]
 
 
 @pytest.mark.slow
