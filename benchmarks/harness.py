@@ -149,6 +149,19 @@ def training_step(call: Callable[..., Any], model: nn.Module, batch: dict[str, A
     return step
 
 
+def draws_in_backward(call: Callable[..., Any], model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Whether backward draws random numbers: masks of dropout that it needs are not those of forward then."""
+    loss = loss_of(call(**batch))
+    before = _random_states()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return not all(map(torch.equal, before, _random_states()))
+
+
+def _random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+
+
 def without_state(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer that has no state and whose step allocates nothing: measured steps are without one."""
     return torch.optim.SGD(model.parameters(), fused=True)

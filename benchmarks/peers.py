@@ -98,6 +98,8 @@ def measure_peer(
         step()
         row.set_up_seconds = time.perf_counter() - begin
         fill(row, harness.time_steps(step, run.device))
+        if harness.draws_in_backward(call, model, batch):
+            row.note = "its backward draws random numbers anew: its gradients are others"
 
 
 def fill(row: Row, timed: harness.Timed) -> None:

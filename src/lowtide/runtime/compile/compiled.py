@@ -28,6 +28,7 @@ from lowtide.errors import PlanError, shown
 from lowtide.runtime.compile.layouts import ChannelsLast, has_channels_last, is_image
 from lowtide.runtime.compile.loss import CompiledLoss
 from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
+from lowtide.runtime.compile.random_numbers import pass_that_saves_seeds
 from lowtide.runtime.compile.regions import RECOMPILE_LIMIT, RegionLayer, regions_of
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
 from lowtide.runtime.model.split import Split, StageSplit
@@ -458,10 +459,22 @@ def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
         from torch._functorch import config
 
         backend = lookup_backend(named) if isinstance(named, str) else named
+        if named == "inductor":
+            settings["config_patches"] = {**_passes(), **settings["config_patches"]}
         with config.patch(activation_memory_budget=budget):
             return backend(graph, inputs, **settings, **more)
 
     return compile_graph
+
+
+def _passes() -> dict[str, Any]:
+    """What inductor is told beside options, so that a function that keeps less draws nothing anew; not where there is a
+    pass of the user's.
+    """
+    from torch._inductor import config
+
+    name = "joint_custom_post_pass"
+    return {name: pass_that_saves_seeds()} if getattr(config, name, True) is None else {}
 
 
 def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:

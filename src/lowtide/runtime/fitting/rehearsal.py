@@ -172,21 +172,24 @@ def numbers_of_step(
     other random numbers than without.
     """
     found: Numbers = {}
+    generators = execution.machine.generators
+    after_forward = generators.state()
 
     def add(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         found.update({(what, name): exclude(t.detach().to("cpu", copy=True)) for name, t in tensors.items()})
 
     def call(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal after_forward
         if execution.is_busy:
             return plain(*args, **kwargs)
         result = execution.call(plain, args, kwargs)
+        after_forward = generators.state()
         add("results", {str(place): tensor for place, tensor in enumerate(tensors_of(result))})
         return result
 
     with preserved(model), torch.enable_grad():
         if draws_before:
             torch.rand((), device=execution.machine.device)
-        generators = execution.machine.generators
         random = generators.state()
         _set_gradients(model, resident=False)
         execution.install(call)
@@ -196,7 +199,8 @@ def numbers_of_step(
             execution.remove()
         add("gradients", {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         add("buffers", dict(model.named_buffers()))
-        add("random numbers", {"drawn": torch.tensor(generators.drawn_since(random))})
+        for name, before in (("drawn", random), ("drawn in backward", after_forward)):
+            add("random numbers", {name: torch.tensor(generators.drawn_since(before))})
         states = bytearray(b"".join(generators.of_torch()))
         add("random numbers", {"generators": torch.frombuffer(states, dtype=torch.uint8)})
     return found

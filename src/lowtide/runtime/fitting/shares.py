@@ -1,0 +1,220 @@
+"""The share of its activations that a model compiled as one region keeps, for a budget of bytes.
+
+A compiler can keep a part of what one region would save, and compute the rest again in the kernels of its backward. It
+takes a ratio (`activation_memory_budget`), between what the region saves by itself and its inputs alone. What a step
+takes then shows in trial steps.
+
+Such a region is a variant of the model as one stage. There may be no room for variant 0, with which others are
+compared; so it is compiled with the options that make variants equal, and a step shows whether its backward draws new
+random numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from lowtide.chain import Chain, Stage, Variant
+from lowtide.errors import InfeasibleBudgetError
+from lowtide.runtime.compile.compiled import CompiledModel, variant_name
+from lowtide.runtime.fitting.planning import Accept, Attempt, Trial
+from lowtide.runtime.fitting.rehearsal import let_go
+from lowtide.runtime.fitting.solving import Settings, solution_for
+from lowtide.runtime.fitting.trials import Planned, Trials, corrected, numbers_of
+from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.model.split import Split
+from lowtide.runtime.plan.attach import device_of
+from lowtide.runtime.transfer.cargo import Tier
+
+# Each trial compiles the whole model.
+_MOST_TRIALS = 3
+
+# Of the budget: a trial aims this much lower, and one that is not further below than that is near enough.
+_LEFT = 0.01
+_NEAR = 0.05
+
+# Less is not tried: almost everything would be computed again, which regions that a schedule joins do with less memory.
+_LEAST = 0.1
+
+# Whole hundredths, so that the next fit asks for what has been compiled.
+_STEPS = 100
+
+_SOONER = 0.99  # what solvers take for less time
+
+_EVERYTHING = 2**62  # bytes: room for all
+
+# Steps that are timed to tell two ways to compile apart.
+_NUM_TIMED = 5
+
+
+class KeptInPart:
+    """Tries a model as one region that keeps a share of what it would save.
+
+    Args:
+        model: the model.
+        sample: what it is called with.
+        split: its stages without compilation.
+        chain: what they cost.
+        settings: with a compilation in regions.
+        tier: where values go.
+        unknown_bytes: left for what only real steps show.
+        stored_bytes: what a step takes that keeps all, perhaps an estimate.
+        stored_seconds: the same of its time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Sample,
+        split: Split,
+        chain: Chain,
+        settings: Settings,
+        tier: Tier,
+        unknown_bytes: int,
+        stored_bytes: int,
+        stored_seconds: float,
+    ) -> None:
+        assert settings.compilation is not None
+        self._model, self._sample, self._chain = model, sample, chain
+        self._compilation = settings.compilation
+        self._settings = replace(settings, compilation=None, strategy="rotor", bandwidth=0)
+        self._tier, self._unknown_bytes = tier, unknown_bytes
+        self._stored_bytes, self._stored_seconds = stored_bytes, stored_seconds
+        self._split = split.with_at_most(1)
+
+    def fastest(self) -> tuple[Planned, CompiledModel]:
+        """The fastest that stays within the budget, in place.
+
+        Raises:
+            InfeasibleBudgetError: none of those that were tried does, or may be used.
+        """
+        budget = self._settings.memory_budget
+        best: tuple[Planned, CompiledModel] | None = None
+        seen, least_bytes = [(1.0, self._stored_bytes)], self._least_bytes()
+        while (share := next_share(seen, least_bytes, budget)) is not None:
+            compiled = replace(self._compilation, budgets=(share,)).of(self._model, self._split)
+            try:
+                planned = self._tried(share)
+                fits = planned.solution.peak_bytes <= budget
+                is_faster = best is None or planned.solution.seconds < best[0].solution.seconds
+                if fits and is_faster and not self._draws_in_backward(planned):
+                    best = planned, compiled
+            finally:
+                compiled.remove()
+                let_go(device_of(self._model))
+            seen.append((share, planned.solution.peak_bytes))
+        if best is None:
+            raise InfeasibleBudgetError("a part of one region does not fit", minimum_bytes=seen[-1][1])
+        best[1].install()
+        return best
+
+    def _least_bytes(self) -> int:
+        try:
+            return solution_for(self._chain, replace(self._settings, memory_budget=1)).peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.minimum_bytes
+
+    def _tried(self, share: float) -> Planned:
+        chain = in_one_stage(self._chain, self._split.stages[0].name, share)
+        trials = Trials(self._model, self._sample, self._split, chain, self._settings, self._tier, self._unknown_bytes)
+        trials.say(f"compiling the model as one region that keeps {share:.0%}")
+        tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
+        assert isinstance(tried, Trial)
+        found = trials.planned(Accept(0, 0, tried.peak_bytes))
+        off = tried.peak_bytes - tried.predicted_bytes
+        solution = found.solution.on(as_tried(found.chain, self._stored_seconds, off))
+        solution = solution.on(corrected(solution.chain, tried.peak_bytes - solution.peak_bytes))
+        return replace(found, solution=solution, more_bytes=off)
+
+    def _draws_in_backward(self, planned: Planned) -> bool:
+        numbers = numbers_of(self._model, self._sample, planned, self._settings)
+        return bool(numbers["random numbers", "drawn in backward"])
+
+
+def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budget: int) -> float | None:
+    """The share to try next; None: there is none.
+
+    What a step takes falls with the share, and the less the smaller that is: what its largest operations take stays.
+    So each guess is on a line through the last two that were seen; where both were too large, half of the last.
+
+    Args:
+        seen: shares and what a step took; first that of all, which may be an estimate.
+        least_bytes: what a step with nothing kept takes, as an estimate.
+        memory_budget: for a step.
+
+    Example:
+        >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.43, 510)], 100, 500)
+        (0.43, 0.41)
+        >>> next_share([(1.0, 1000), (0.43, 490)], 100, 500) is None
+        True
+    """
+    share, num_bytes = seen[-1]
+    tried = [each for each, _ in seen[1:]]
+    is_near = (1 - _NEAR) * memory_budget <= num_bytes <= memory_budget
+    any_fits = any(taken <= memory_budget for _, taken in seen[1:])
+    if len(tried) == _MOST_TRIALS or (tried and is_near) or (any_fits and len(tried) > 1):
+        return None
+    if len(tried) > 1:
+        found = share / 2
+    else:
+        points = [(0.0, least_bytes), *seen[:-1]]
+        slopes = [(num_bytes - more) / (share - other) for other, more in points]
+        slope = min((slope for slope in slopes if slope > 0), default=math.inf)
+        found = share - (num_bytes - (1 - _LEFT) * memory_budget) / slope
+    found = math.floor(found * _STEPS) / _STEPS
+    return found if _LEAST <= found < 1 and found not in tried else None
+
+
+def in_one_stage(chain: Chain, name: str, share: float) -> Chain:
+    """What the whole model costs as one stage, with a variant that keeps a share.
+
+    Until a trial step has shown it, the variant saves as much as the stages without compilation, in hardly less time,
+    so that solvers take it.
+
+    Args:
+        chain: what the stages cost.
+        name: of the one stage.
+        share: that the variant keeps.
+    """
+    stages = chain.stages
+    saved_bytes = sum(stage.saved_bytes for stage in stages)
+    extra_bytes = max(stage.backward_extra_bytes for stage in stages)
+    forward, backward = sum(s.forward_seconds for s in stages), sum(s.backward_seconds for s in stages)
+    stage = Stage(
+        name,
+        forward,
+        backward,
+        stages[-1].output_bytes,
+        saved_bytes,
+        grad_bytes=stages[-1].grad_bytes,
+        backward_extra_bytes=extra_bytes,
+        weight_bytes=sum(stage.weight_bytes for stage in stages),
+        weight_grad_bytes=sum(stage.weight_grad_bytes for stage in stages),
+        optimizer_bytes=sum(stage.optimizer_bytes for stage in stages),
+        variants=(
+            Variant(
+                variant_name(share),
+                _SOONER * forward,
+                _SOONER * backward,
+                saved_bytes,
+                backward_extra_bytes=extra_bytes,
+            ),
+        ),
+        update_seconds=sum(stage.update_seconds for stage in stages),
+    )
+    return replace(chain, stages=(stage,), side_values=())
+
+
+def as_tried(chain: Chain, seconds: float, more_bytes: int) -> Chain:
+    """The chain of one stage whose variant saves so much more, or less, and whose stage itself takes so long."""
+    stage = chain.stages[0]
+    ratio = seconds / chain.compute_seconds
+    variants = tuple(
+        replace(variant, saved_bytes=max(stage.output_bytes, variant.saved_bytes + more_bytes))
+        for variant in stage.variants
+    )
+    times = {name: ratio * getattr(stage, name) for name in ("forward_seconds", "backward_seconds", "rerun_seconds")}
+    return replace(chain, stages=(replace(stage, **times, variants=variants),))
