@@ -11,6 +11,7 @@ from tests.runtime.training import assert_equal, gradients
 from torch import nn
 
 import lowtide
+from lowtide.runtime.fitting import compiling
 from lowtide.zoo import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -88,6 +89,48 @@ def test_regions_in_cuda_graphs():
                 assert plan._part.graphs is not None
                 assert plan._part.graphs.num_replayed > 0, plan.notes
     assert_equal(*found)
+
+
+class Dropping(nn.Module):
+    """Blocks with a dropout and stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.3), nn.Linear(1024, 256))
+            for _ in range(6)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * (torch.rand(len(x), 1, 1, device=x.device) < 0.8)
+        return x.square().mean()
+
+
+def test_one_region_that_keeps_a_part_keeps_the_budget_and_draws_the_same_numbers(monkeypatch):
+    compiled = {"compile_stages": {"regions": True, **BY_RULE}}
+    batch = {"x": torch.randn(32, 256, 256, device="cuda")}
+    model = Dropping().cuda()
+    with lowtide.fit(model, batch, memory_budget="8GiB", **SETTINGS, **compiled) as plan:
+        assert plan.schedule.strategy == "store-all"
+        torch.manual_seed(1)
+        expected = run(model, batch)
+        budget = int(0.6 * plan.stats().measured_peak_bytes)
+    ways = compiling.CompiledPlanning._ways
+    monkeypatch.setattr(
+        compiling.CompiledPlanning, "_ways", lambda *args: sorted(ways(*args), key=lambda way: way.part is None)
+    )
+    monkeypatch.setattr(compiling, "_faster", lambda best, _: best)
+    model = Dropping().cuda()
+    with lowtide.fit(model, batch, memory_budget=budget, **{**SETTINGS, "variants": True}, **compiled) as plan:
+        assert [variant.name[:8] for variant in plan.chain.stages[0].variants] == ["budget 0"]
+        torch.manual_seed(1)
+        model(**batch).backward()
+        assert plan.stats().measured_peak_bytes <= budget
+        torch.manual_seed(1)
+        found = run(model, batch)
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in expected)
 
 
 class WithScores(nn.Module):

@@ -47,5 +47,5 @@ def _draws(node: fx.Node, target: torch._ops.OpOverload) -> bool:
     for place, argument in enumerate(target._schema.arguments):
         if argument.name in _SHARES:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            return (argument.default_value if given is None else given) != 0
+            return bool((argument.default_value if given is None else given) != 0)
     return True
