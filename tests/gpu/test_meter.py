@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -8,6 +10,13 @@ from lowtide.runtime.meter import Meter
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_cached():
+    """A block that is there already, and a little larger, is given out as it is."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def test_the_allocator_is_read() -> None:

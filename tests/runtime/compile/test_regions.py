@@ -653,7 +653,7 @@ def test_the_way_with_the_fastest_trial_steps_is_taken(joined, blocks, tried, ta
     ways = [compiling._Way(joined[0], True, JOINT), compiling._Way(blocks[0], False), compiling._Way(math.inf, True)]
     planning._ways = lambda whole: sorted(ways, key=lambda way: way.seconds)
 
-    def found(way, *, accepts):
+    def found(way, most_seconds, *, accepts):
         assert not any(each.is_installed for each in made)
         seen.append("joined" if way.joint else "regions" if way.regions else "blocks")
         outcome = {"joined": joined[1], "blocks": blocks[1], "regions": 0.1}[seen[-1]]
@@ -677,7 +677,7 @@ def test_where_no_way_fits_the_least_that_is_named_is_of_those_that_are_always_t
         compiling._Way(math.inf, False),
     ]
 
-    def found(way, *, accepts):
+    def found(way, most_seconds, *, accepts):
         raise lowtide.InfeasibleBudgetError("no", minimum_bytes=2**30 + 1 if way.joint else least[way.regions])
 
     planning._found = found

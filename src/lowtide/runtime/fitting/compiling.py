@@ -49,9 +49,13 @@ _LEAST_OF_EAGER = 0.5
 # each, most of it for the host alone; the kernels of a larger one are compiled side by side.
 _MOST_DIFFERENT = 16
 
-# Of what stages take without compilation: a guess at what the whole model takes compiled, where that was not tried.
-# That of a Llama-like network took 0.74 on an H200, ResNet-101 and DenseNet-201 in fp32 0.99.
-_OF_EAGER = 0.8
+# Of what stages take without compilation: a guess at what the whole model takes compiled, where that was not tried. On
+# an H200 a Llama-like network took 0.74 and a GPT-like one 0.83 of it, Swin-B, ConvNeXt-B and convolutions in fp32 all.
+_OF_EAGER = 0.9
+
+# What a step of one region that keeps a part takes at the least, as a multiple of one that keeps all: with about half
+# of the memory ConvNeXt-B took 1.02 times as long on an H200, a Llama-like network 1.06, ResNet-101 1.14.
+_IN_PART = 1.05
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
@@ -89,10 +93,10 @@ class _Way:
 class CompiledPlanning:
     """Plans for compiled stages, in regions or block by block.
 
-    Where trials decide, they compile at most about as much as twice the model, besides what schedules join: the whole
-    model as one region, beside blocks that share their compilations, without variants where that tells which is faster,
-    and with as many as there are equal blocks to share them; where the whole cannot fit, the stages in both ways
-    without variants, and one way with them.
+    Where trials decide, they compile at most about as much as twice the model, besides what schedules join, and besides
+    the model as one region that keeps a part: the whole model as one region, beside blocks that share their
+    compilations, without variants where that tells which is faster, and with as many as there are equal blocks to share
+    them; where the whole cannot fit, the stages in both ways without variants, and one way with them.
     """
 
     def __init__(
@@ -240,9 +244,10 @@ class CompiledPlanning:
         ways = self._ways(whole)
         last = [way for way in ways if way.is_single][-1]
         for way in ways:
-            find = partial(self._found, way, accepts=self._goes_on and way is last)
+            most = math.inf if best is None else best[0].solution.seconds
+            find = partial(self._found, way, most, accepts=self._goes_on and way is last)
             if best is not None:
-                best = _faster(best, find) if way.seconds < best[0].solution.seconds else best
+                best = _faster(best, find) if way.seconds < most else best
                 continue
             try:
                 best = find()
@@ -256,9 +261,9 @@ class CompiledPlanning:
             raise least_refusal(refused, self._settings.memory_budget)
         return best
 
-    def _found(self, way: _Way, *, accepts: bool) -> tuple[Planned, CompiledModel]:
+    def _found(self, way: _Way, most_seconds: float, *, accepts: bool) -> tuple[Planned, CompiledModel]:
         if way.part is not None:
-            return way.part.fastest()
+            return way.part.fastest(most_seconds)
         if way.joint is not None:
             return self._joined(*way.joint)
         return self._planned_with(regions=way.regions, accepts=accepts)
@@ -267,11 +272,12 @@ class CompiledPlanning:
         """The ways in which a model can be compiled, by what a step is expected to take at the least.
 
         Single stages run in variants, and take at least what they take without. Or a schedule without variants joins
-        regions. Where the whole model was tried as one, joined regions take as long as that, and what is computed
-        again, and blocks what they take in such a step. Where it was not, all that is known is the sum of the stages,
-        and of single stages those that take less as regions or as blocks are one way. The others are for where nothing
-        else fits; and where all stages differ, single ones are, and if the whole model was not tried, schedules join
-        regions by what stages take without compilation. Where only regions were asked for, there are no blocks.
+        regions; or the model is one region that keeps a part. Where the whole model was tried as one, both take as long
+        as that, and what is computed again, and blocks what they take in such a step. Where it was not, all that is
+        known is the sum of the stages, and of single stages those that take less as regions or as blocks are one way.
+        The others are for where nothing else fits; and where all stages differ, single ones are, and if the whole model
+        was not tried, schedules join regions by what stages take without compilation. Where only regions were asked
+        for, there are no blocks.
         """
         part, joint = self._in_part(whole), [] if whole is None else self._joint(whole.split, _without_unknown(whole))
         if self._settings.regions is True:  # single regions fuse less than the whole model
@@ -288,6 +294,7 @@ class CompiledPlanning:
             if not compiled.compilation.regions:
                 return [_Way(0.0, regions=False)]  # it is not one graph
             joint, seconds = self._joint(split, chain), chain.compute_seconds
+            part = [replace(way, seconds=_IN_PART * seconds) for way in part]
         split, chain, compiled = self._without_variants(regions=False)
         try:
             first = whole is None and seconds < chain.compute_seconds
@@ -365,7 +372,7 @@ class CompiledPlanning:
             stored_bytes,
             seconds or chain.compute_seconds,
         )
-        return [_Way(seconds, regions=True, part=part)]
+        return [_Way(_IN_PART * seconds, regions=True, part=part)]
 
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:
         """The way that joins regions, where a schedule is predicted to fit; strategies that move values have none."""

@@ -28,13 +28,14 @@ from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of
 from lowtide.runtime.transfer.cargo import Tier
+from lowtide.units import format_bytes
 
 # Each trial compiles the whole model.
 _MOST_TRIALS = 3
 
-# Of the budget: a trial aims this much lower, and one that is not further below than that is near enough.
+# Of the budget: a trial aims so much lower, and one that is this near is not improved, since that takes another one.
 _LEFT = 0.01
-_NEAR = 0.05
+_NEAR = 0.1
 
 # Less is not tried: almost everything would be computed again, which regions that a schedule joins do with less memory.
 _LEAST = 0.1
@@ -85,8 +86,11 @@ class KeptInPart:
         self._stored_bytes, self._stored_seconds = stored_bytes, stored_seconds
         self._split = split.with_at_most(1)
 
-    def fastest(self) -> tuple[Planned, CompiledModel]:
+    def fastest(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
         """The fastest that stays within the budget, in place.
+
+        Args:
+            most_seconds: of a step; what takes longer and is too large is not tried with less kept.
 
         Raises:
             InfeasibleBudgetError: none of those that were tried does, or may be used.
@@ -106,8 +110,11 @@ class KeptInPart:
                 compiled.remove()
                 let_go(device_of(self._model))
             seen.append((share, planned.solution.peak_bytes))
+            if not fits and planned.solution.seconds >= most_seconds:
+                break  # with less kept it takes longer still
         if best is None:
-            raise InfeasibleBudgetError("a part of one region does not fit", minimum_bytes=seen[-1][1])
+            message = f"no part of one region that was tried takes at most {format_bytes(budget)}"
+            raise InfeasibleBudgetError(message, minimum_bytes=seen[-1][1])
         best[1].install()
         return best
 
@@ -137,8 +144,9 @@ class KeptInPart:
 def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budget: int) -> float | None:
     """The share to try next; None: there is none.
 
-    What a step takes falls with the share, and the less the smaller that is: what its largest operations take stays.
-    So each guess is on a line through the last two that were seen; where both were too large, half of the last.
+    What a step takes falls with the share, on a line or on a curve that ends flat. So a guess is where lines through
+    what was seen meet the budget, the lower one of two, and not below half of the last; where two guesses were too
+    large, it is half of the last.
 
     Args:
         seen: shares and what a step took; first that of all, which may be an estimate.
@@ -157,13 +165,11 @@ def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budge
     any_fits = any(taken <= memory_budget for _, taken in seen[1:])
     if len(tried) == _MOST_TRIALS or (tried and is_near) or (any_fits and len(tried) > 1):
         return None
-    if len(tried) > 1:
-        found = share / 2
-    else:
-        points = [(0.0, least_bytes), *seen[:-1]]
-        slopes = [(num_bytes - more) / (share - other) for other, more in points]
-        slope = min((slope for slope in slopes if slope > 0), default=math.inf)
-        found = share - (num_bytes - (1 - _LEFT) * memory_budget) / slope
+    more_bytes = num_bytes - (1 - _LEFT) * memory_budget
+    slopes = [(num_bytes - other) / (share - at) for at, other in ((0.0, least_bytes), *seen[:-1])]
+    found = min((share - more_bytes / slope for slope in slopes if slope > 0), default=0.0)
+    if tried:  # the curve may be flat there
+        found = share / 2 if len(tried) > 1 else max(share / 2, found)
     found = math.floor(found * _STEPS) / _STEPS
     return found if _LEAST <= found < 1 and found not in tried else None
 

@@ -126,12 +126,10 @@ class RealStep:
     def unknown_bytes(self, chain: Chain) -> int:
         """What no trial step has: what the step took beyond what it is expected to take, measured anew."""
         before = self.planned
-        if chain.num_stages != before.chain.num_stages:
-            return before.unknown_bytes
         now = replace(chain, base_bytes=chain.base_bytes + before.unknown_bytes)
         try:
             expected = before.solution.on(corrected(now, before.more_bytes)).peak_bytes
-        except ScheduleError:  # it runs variants that are not there this time
+        except ScheduleError:  # it has other stages, or runs variants that are not there this time
             expected = before.solution.peak_bytes
         return before.unknown_bytes + max(0, self.peak_bytes - expected)
 
