@@ -78,8 +78,8 @@ class Verdict:
 
     @property
     def holds_at_its_time(self) -> bool:
-        """A lower peak."""
-        return self.larger is not None and self.larger < 0
+        """No higher a peak."""
+        return self.larger is not None and self.larger <= NOISE_OF_PEAKS
 
     @property
     def holds(self) -> bool:
@@ -169,10 +169,10 @@ def claim_lines(rows: Sequence[Row]) -> list[str]:
     return [
         *table(columns, [cells(verdict) for verdict in checked]),
         "",
-        f"Claim: at every peak memory that a peer reaches ({NOISE_OF_PEAKS:.1%} is noise) lowtide's step is no slower "
-        f"({NOISE:.0%} is noise), and at the peer's step time lowtide's peak is lower. Both hold for {num_hold} of "
-        f"{len(checked)} peers; no slower at "
-        f"its memory: {sum(v.holds_at_its_memory for v in checked)}; lower at its time: "
+        f"Claim: at every peak memory that a peer reaches lowtide's step is no slower ({NOISE:.0%} is noise), and at "
+        f"the peer's step time lowtide's peak is no higher ({NOISE_OF_PEAKS:.1%} is noise). Both hold for {num_hold} "
+        f"of {len(checked)} peers; no slower at "
+        f"its memory: {sum(v.holds_at_its_memory for v in checked)}; no higher at its time: "
         f"{sum(v.holds_at_its_time for v in checked)}.",
     ]
 

@@ -481,7 +481,7 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> No
     most = 5  # as 16 of 20
     monkeypatch.setattr(compiling, "_MOST_DIFFERENT", most)
     backend, model, text = Counting(), Growing(), texts(batch=64)[0]
-    options = {**OPTIONS, "variants": True}
+    options = OPTIONS  # a part of one region would be a variant
     with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
         assert len(backend.graphs) == 1
         budget = less_than_all(plan)

@@ -40,6 +40,10 @@ are made again), 2/5 at 0.4, and at 0.0 its input alone."""
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
 
+# For a share of nothing the partitioner saves inputs alone, also where something is marked as to be saved: the seeds of
+# random numbers.
+_NEXT_TO_NOTHING = 1e-6
+
 # Rows of this many bytes are what tensor cores read at once.
 _ALIGNED_BYTES = 16
 
@@ -461,7 +465,7 @@ def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
         backend = lookup_backend(named) if isinstance(named, str) else named
         if named == "inductor":
             settings["config_patches"] = {**_passes(), **settings["config_patches"]}
-        with config.patch(activation_memory_budget=budget):
+        with config.patch(activation_memory_budget=max(budget, _NEXT_TO_NOTHING)):
             return backend(graph, inputs, **settings, **more)
 
     return compile_graph
