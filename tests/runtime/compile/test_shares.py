@@ -107,6 +107,7 @@ def test_one_stage_is_priced_as_it_was_tried(more_bytes: int) -> None:
         ([(300, 1.5), (470, 1.2)], 1.0, 2, 1.2),  # more of it may be kept
         ([(300, 1.2), (470, 1.5)], 2.0, 2, 1.2),
         ([(700, 1.1), (650, 1.2), (600, 1.3)], 2.0, 3, None),
+        ([(None, 0.0), (480, 1.2)], 1.0, 2, 1.2),  # it ran out of memory: less is tried
     ],
 )
 def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_seconds, shares_tried, taken) -> None:
@@ -114,6 +115,8 @@ def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_s
 
     def tried(self, share):
         peak_bytes, seconds = next(outcomes)
+        if peak_bytes is None:
+            raise torch.OutOfMemoryError
         return SimpleNamespace(solution=SimpleNamespace(peak_bytes=peak_bytes, seconds=seconds))
 
     def compiled(self, model, split):
@@ -192,6 +195,8 @@ def test_a_part_is_kept_with_the_same_numbers(tmp_path) -> None:
         assert [stage.num_variants for stage in plan.chain.stages] == [2]
         assert plan.schedule.operations[0] == lowtide.Forward(1, "all", 1)
         assert "budget 0." in str(plan)
+        assert any("one compiled region that keeps" in note for note in plan.notes)
+        plan.report(tmp_path / "report.html")
         assert plan.stats().predicted_peak_bytes <= budget
         plan.save(tmp_path / "plan.json")
         assert_equal(train(model, batches()), expected)
@@ -247,7 +252,7 @@ def test_what_draws_is_saved() -> None:
 def test_inductor_keeps_less_with_the_same_random_numbers() -> None:
     model, x = Net(draws=True), batches(batch=32)[0]
     found, saved_bytes = [], []
-    for share in (1.0, 0.3):
+    for share in (1.0, 0.3, 0.0):
         torch._dynamo.reset()
         call = torch.compile(lambda x: model(x), dynamic=False, backend=_backend({"backend": "inductor"}, share))
         saved: dict[int, int] = {}
@@ -263,5 +268,6 @@ def test_inductor_keeps_less_with_the_same_random_numbers() -> None:
             assert torch.equal(torch.get_rng_state(), state)
         found.append({name: gradient.clone() for name, gradient in gradients(model)})
         saved_bytes.append(sum(saved.values()))
-    assert_equal(*found)
-    assert saved_bytes[1] < saved_bytes[0]
+    for other in found[1:]:
+        assert_equal(other, found[0])
+    assert saved_bytes[0] > saved_bytes[1] > saved_bytes[2]

@@ -462,10 +462,11 @@ def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend  # importing it takes seconds
         from torch._functorch import config
 
-        backend = lookup_backend(named) if isinstance(named, str) else named
+        backend, share = lookup_backend(named) if isinstance(named, str) else named, budget
         if named == "inductor":
             settings["config_patches"] = {**_passes(), **settings["config_patches"]}
-        with config.patch(activation_memory_budget=max(budget, _NEXT_TO_NOTHING)):
+            share = max(share, _NEXT_TO_NOTHING)
+        with config.patch(activation_memory_budget=share):
             return backend(graph, inputs, **settings, **more)
 
     return compile_graph

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
@@ -40,8 +41,11 @@ _NEAR = 0.1
 # Less is not tried: almost everything would be computed again, which regions that a schedule joins do with less memory.
 _LEAST = 0.1
 
-# Whole hundredths, so that the next fit asks for what has been compiled.
-_STEPS = 100
+# Few enough shares that the next fit asks for one that has been compiled.
+_STEPS = 50
+
+# Of the budget: what a step that runs out of memory is taken to need.
+_OUT_OF_MEMORY = 1.2
 
 _SOONER = 0.99  # what solvers take for less time
 
@@ -102,16 +106,18 @@ class KeptInPart:
             compiled = replace(self._compilation, budgets=(share,)).of(self._model, self._split)
             try:
                 planned = self._tried(share)
-                fits = planned.solution.peak_bytes <= budget
-                is_faster = best is None or planned.solution.seconds < best[0].solution.seconds
-                if fits and is_faster and not self._draws_in_backward(planned):
+                num_bytes, seconds = planned.solution.peak_bytes, planned.solution.seconds
+                is_faster = best is None or seconds < best[0].solution.seconds
+                if num_bytes <= budget and is_faster and not self._draws_in_backward(planned):
                     best = planned, compiled
+            except torch.OutOfMemoryError:
+                num_bytes, seconds = int(_OUT_OF_MEMORY * budget), 0.0
             finally:
                 compiled.remove()
                 let_go(device_of(self._model))
-            seen.append((share, planned.solution.peak_bytes))
-            if not fits and planned.solution.seconds >= most_seconds:
+            if num_bytes > budget and seconds >= most_seconds:
                 break  # with less kept it takes longer still
+            seen.append((share, num_bytes))
         if best is None:
             message = f"no part of one region that was tried takes at most {format_bytes(budget)}"
             raise InfeasibleBudgetError(message, minimum_bytes=seen[-1][1])
@@ -134,7 +140,8 @@ class KeptInPart:
         off = tried.peak_bytes - tried.predicted_bytes
         solution = found.solution.on(as_tried(found.chain, self._stored_seconds, off))
         solution = solution.on(corrected(solution.chain, tried.peak_bytes - solution.peak_bytes))
-        return replace(found, solution=solution, more_bytes=off)
+        note = f"the model is one compiled region that keeps {share:.0%} of what it would save"
+        return replace(found, solution=solution, more_bytes=off, notes=(*found.notes, note))
 
     def _draws_in_backward(self, planned: Planned) -> bool:
         numbers = numbers_of(self._model, self._sample, planned, self._settings)
@@ -154,9 +161,9 @@ def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budge
         memory_budget: for a step.
 
     Example:
-        >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.43, 510)], 100, 500)
-        (0.43, 0.41)
-        >>> next_share([(1.0, 1000), (0.43, 490)], 100, 500) is None
+        >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.42, 510)], 100, 500)
+        (0.42, 0.4)
+        >>> next_share([(1.0, 1000), (0.42, 490)], 100, 500) is None
         True
     """
     share, num_bytes = seen[-1]
