@@ -232,6 +232,24 @@ def test_nothing_is_kept_in_part_without_variants() -> None:
         assert plan.chain.num_stages > 1
 
 
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_a_part_leaves_room_for_the_optimizers_step(monkeypatch) -> None:
+    tried, fastest = [], shares.KeptInPart.fastest
+    monkeypatch.setattr(shares.KeptInPart, "fastest", lambda *args: tried.append(True) or fastest(*args))
+    model = Net()
+    budget = budget_below_all(model)
+    made = compiling.Trials.__init__
+
+    def needing(self, *args, **more):
+        made(self, *args, **more)
+        self.asked = dataclasses.replace(self.asked, update_bytes=budget + 1)
+
+    monkeypatch.setattr(compiling.Trials, "__init__", needing)
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="the optimizer's state and step"):
+        lowtide.fit(model, batches()[0], memory_budget=budget, **OPTIONS)
+    assert not tried
+
+
 def test_what_draws_is_saved() -> None:
     def drawing(x):
         y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.0) + torch.rand(len(x), 1, 1)

@@ -112,6 +112,8 @@ class CompiledPlanning:
         """The stages without compilation, and what they cost, where everything may be stored."""
         self._eager_bytes = 0
         """What a step takes that stores everything they save."""
+        self._update_bytes = 0
+        """What is there while the optimizer makes its step."""
         self._unknown_bytes = 0
         """Left for what a real step has shown."""
         self._layout_note = ""
@@ -286,7 +288,8 @@ class CompiledPlanning:
         if not self._repeats:
             if whole is None and self._eager is not None:  # all that is compiled are the regions of one schedule
                 joint = self._joint(*self._eager)
-            return [*part, *joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
+            ways = [*part, *joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
+            return sorted(ways, key=lambda way: way.seconds)
         first, seconds = False, 0.0
         if whole is None:
             split, chain, compiled = self._without_variants(regions=True)
@@ -347,14 +350,16 @@ class CompiledPlanning:
         trials = Trials(self._model, self._sample, split, chain, settings, self._tier, self._unknown_bytes)
         predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
         assert isinstance(predicted, Trial)
-        self._eager_bytes = predicted.predicted_bytes
-        least = max(_LEAST_OF_EAGER * predicted.predicted_bytes, trials.asked.update_bytes)
+        self._eager_bytes, self._update_bytes = predicted.predicted_bytes, trials.asked.update_bytes
+        least = max(_LEAST_OF_EAGER * self._eager_bytes, self._update_bytes)
         return trials if trials.asked.memory_budget >= least else None
 
     def _in_part(self, whole: Planned | None) -> list[_Way]:
         """The way that keeps a part of what the model as one region would save, where variants were asked for."""
         asked = self._settings
         if not self._compilation.budgets or self._eager is None or asked.step_in_backward:
+            return []
+        if self._update_bytes > asked.memory_budget:
             return []
         split, chain = self._eager
         stored_bytes, seconds = int(_OF_EAGER * self._eager_bytes), 0.0
