@@ -225,10 +225,14 @@ def test_a_part_whose_backward_draws_new_random_numbers_is_not_used(monkeypatch)
 
 
 @pytest.mark.usefixtures("_as_on_cuda")
-def test_nothing_is_kept_in_part_without_variants() -> None:
+def test_nothing_is_kept_in_part_without_variants_or_times(monkeypatch) -> None:
     model = Net()
     budget = budget_below_all(model)
     with lowtide.fit(model, batches()[0], memory_budget=budget, variants=False, **OPTIONS) as plan:
+        assert plan.chain.num_stages > 1
+    monkeypatch.setattr(compiling, "is_timed", lambda device: False)
+    options = {**OPTIONS, "compile_stages": {"regions": True, "backend": BACKEND}}
+    with lowtide.fit(model, batches()[0], memory_budget=budget, **options) as plan:
         assert plan.chain.num_stages > 1
 
 

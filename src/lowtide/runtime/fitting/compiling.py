@@ -355,11 +355,13 @@ class CompiledPlanning:
         return trials if trials.asked.memory_budget >= least else None
 
     def _in_part(self, whole: Planned | None) -> list[_Way]:
-        """The way that keeps a part of what the model as one region would save, where variants were asked for."""
+        """The way that keeps a part of what the model as one region would save, where variants were asked for and steps
+        are timed.
+        """
         asked = self._settings
-        if not self._compilation.budgets or self._eager is None or asked.step_in_backward:
+        if not self._compilation.budgets or self._eager is None or not is_timed(device_of(self._model)):
             return []
-        if self._update_bytes > asked.memory_budget:
+        if asked.step_in_backward or self._update_bytes > asked.memory_budget:
             return []
         split, chain = self._eager
         stored_bytes, seconds = int(_OF_EAGER * self._eager_bytes), 0.0
