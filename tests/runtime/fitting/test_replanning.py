@@ -16,6 +16,7 @@ import lowtide
 from lowtide import Backward, Forward, Schedule
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
+from lowtide.runtime.fitting.trials import Planned, RealStep
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.split import Split, StageSplit, Unit
@@ -218,3 +219,13 @@ def test_the_optimizer_in_use_is_the_one_that_steps():
     part.close()
     idle.step()
     assert part.optimizer is None
+
+
+def test_what_a_real_step_took_counts_also_where_the_next_plan_has_other_stages() -> None:
+    def chain_of(num_stages: int) -> lowtide.Chain:
+        stages = tuple(lowtide.Stage(f"{k}", 1.0, 1.0, 100, 1000) for k in range(num_stages))
+        return lowtide.Chain("net", stages, input_bytes=100)
+
+    solution = lowtide.solve(chain_of(4), memory_budget="1GiB", strategy="store-all", manage_weights=False)
+    step = RealStep(Planned(None, solution, None, unknown_bytes=10), solution.peak_bytes + 100)
+    assert step.unknown_bytes(chain_of(1)) == 110
