@@ -265,6 +265,22 @@ def test_a_run_in_small_and_what_it_writes(tmp_path, monkeypatch):
     assert (tmp_path / "peers-tiny-cpu.png").exists()
 
 
+class _DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * torch.rand(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand(())
+
+
+@pytest.mark.parametrize(("call", "draws"), [(nn.Dropout(), False), (_DrawsInBackward.apply, True)])
+def test_a_peer_that_draws_random_numbers_anew_is_noticed(call, draws):
+    model = nn.Linear(4, 4)
+    assert harness.draws_in_backward(lambda x: call(model(x)).sum(), model, {"x": torch.ones(2, 4)}) == draws
+
+
 class _Started:
     """A process that ends when it is looked at for the second time; those for a network called slow never do."""
 

@@ -14,7 +14,7 @@ from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, copies_images, num_alike
 from lowtide.runtime.fitting.layouts import enters_with_channels_last
-from lowtide.runtime.fitting.planning import Accept, Attempt, Trial
+from lowtide.runtime.fitting.planning import WITH_ROOM_FOR_ALL, Trial
 from lowtide.runtime.fitting.rehearsal import let_go
 from lowtide.runtime.fitting.shares import KeptInPart
 from lowtide.runtime.fitting.solving import Settings, solution_for
@@ -40,8 +40,6 @@ from lowtide.strategies.base import AUTO
 # The strategies that store everything where there is room.
 _MAY_STORE_ALL = (AUTO, "rotor", "pofo")
 
-_EVERYTHING = 2**62  # bytes: room for all
-
 # Less than this share of what stages take without compilation no compiled model was seen to take.
 _LEAST_OF_EAGER = 0.5
 
@@ -53,8 +51,8 @@ _MOST_DIFFERENT = 16
 # an H200 a Llama-like network took 0.74 and a GPT-like one 0.83 of it, Swin-B, ConvNeXt-B and convolutions in fp32 all.
 _OF_EAGER = 0.9
 
-# What a step of one region that keeps a part takes at the least, as a multiple of one that keeps all: with about half
-# of the memory ConvNeXt-B took 1.02 times as long on an H200, a Llama-like network 1.06, ResNet-101 1.14.
+# What a step of one region that keeps a part takes at the least, as a multiple of one that keeps all, a guess: with the
+# compiler's ratio of 0.5 ConvNeXt-B took 1.02 times as long on an H200, a Llama-like network 1.06, ResNet-101 1.14.
 _IN_PART = 1.05
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
@@ -63,9 +61,6 @@ _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 # model.
 _NUM_WAYS = 2
 _MOST_MODELS = 2
-
-# Steps that are timed to tell two ways to compile apart.
-_NUM_TIMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +320,7 @@ class CompiledPlanning:
         settings = replace(self._settings, strategy="store-all", bandwidth=0)
         trials = Trials(self._model, self._sample, split, chain, settings, self._tier, 0)
         try:
-            tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
+            tried = trials.outcome(WITH_ROOM_FOR_ALL)
         except torch.OutOfMemoryError:
             return chain.compute_seconds
         finally:
@@ -348,7 +343,7 @@ class CompiledPlanning:
         self._eager = split, chain
         self._unknown_bytes = 0 if after is None else after.unknown_bytes(chain)
         trials = Trials(self._model, self._sample, split, chain, settings, self._tier, self._unknown_bytes)
-        predicted = trials.outcome(Attempt(_EVERYTHING, is_tried=False))
+        predicted = trials.outcome(replace(WITH_ROOM_FOR_ALL, is_tried=False))
         assert isinstance(predicted, Trial)
         self._eager_bytes, self._update_bytes = predicted.predicted_bytes, trials.asked.update_bytes
         least = max(_LEAST_OF_EAGER * self._eager_bytes, self._update_bytes)
@@ -367,17 +362,14 @@ class CompiledPlanning:
         stored_bytes, seconds = int(_OF_EAGER * self._eager_bytes), 0.0
         if whole is not None:
             stored_bytes, seconds = whole.rehearsed_peak_bytes or 0, whole.solution.seconds
-        settings = replace(asked, compilation=replace(self._compilation, regions=True))
+        settings = replace(asked, compilation=None, strategy="rotor", bandwidth=0)
+
+        def trials_of(split: Split, chain: Chain) -> Trials:
+            return Trials(self._model, self._sample, split, chain, settings, self._tier, self._unknown_bytes)
+
+        compilation = replace(self._compilation, regions=True)
         part = KeptInPart(
-            self._model,
-            self._sample,
-            split,
-            chain,
-            settings,
-            self._tier,
-            self._unknown_bytes,
-            stored_bytes,
-            seconds or chain.compute_seconds,
+            self._model, compilation, split, chain, trials_of, stored_bytes, seconds or chain.compute_seconds
         )
         return [_Way(_IN_PART * seconds, regions=True, part=part)]
 
@@ -406,11 +398,8 @@ def _as_one_region(model: nn.Module, compilation: Compilation, trials: Trials) -
     trials.say("compiling the model as one region")
     compiled = replace(compilation, budgets=(), regions=True).of(model, trials.split)
     try:
-        tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
-        assert isinstance(tried, Trial)
-        found = trials.planned(Accept(1, 0, tried.peak_bytes))
-        off = tried.peak_bytes - tried.predicted_bytes
-        return replace(found, solution=_priced(found.solution, tried.peak_bytes), more_bytes=off), compiled
+        found = trials.with_room_for_all()
+        return replace(found, solution=_priced(found.solution, found.rehearsed_peak_bytes or 0)), compiled
     except BaseException as error:
         compiled.remove()
         if not isinstance(error, impossible()):

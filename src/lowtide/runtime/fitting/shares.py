@@ -12,7 +12,7 @@ random numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,15 +20,12 @@ from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.runtime.compile.compiled import CompiledModel, variant_name
-from lowtide.runtime.fitting.planning import Accept, Attempt, Trial
+from lowtide.runtime.compile.compiled import Compilation, CompiledModel, variant_name
+from lowtide.runtime.fitting.planning import Attempt, Infeasible
 from lowtide.runtime.fitting.rehearsal import let_go
-from lowtide.runtime.fitting.solving import Settings, solution_for
-from lowtide.runtime.fitting.trials import Planned, Trials, corrected, numbers_of
-from lowtide.runtime.model.sample import Sample
+from lowtide.runtime.fitting.trials import Planned, Trials, corrected
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of
-from lowtide.runtime.transfer.cargo import Tier
 from lowtide.units import format_bytes
 
 # Each trial compiles the whole model.
@@ -38,21 +35,16 @@ _MOST_TRIALS = 3
 _LEFT = 0.01
 _NEAR = 0.1
 
-# Less is not tried: almost everything would be computed again, which regions that a schedule joins do with less memory.
+# Less is not tried, a judgement: almost everything would be computed again.
 _LEAST = 0.1
 
 # Few enough shares that the next fit asks for one that has been compiled.
 _STEPS = 50
 
-# Of the budget: what a step that runs out of memory is taken to need.
+# Of the budget: what a step that runs out of memory is taken to need, a guess.
 _OUT_OF_MEMORY = 1.2
 
 _SOONER = 0.99  # what solvers take for less time
-
-_EVERYTHING = 2**62  # bytes: room for all
-
-# Steps that are timed to tell two ways to compile apart.
-_NUM_TIMED = 5
 
 
 class KeptInPart:
@@ -60,12 +52,10 @@ class KeptInPart:
 
     Args:
         model: the model.
-        sample: what it is called with.
+        compilation: in regions.
         split: its stages without compilation.
         chain: what they cost.
-        settings: with a compilation in regions.
-        tier: where values go.
-        unknown_bytes: left for what only real steps show.
+        trials_of: makes trials of a split and a chain that may recompute, and do not move anything.
         stored_bytes: what a step takes that keeps all, perhaps an estimate.
         stored_seconds: the same of its time.
     """
@@ -73,22 +63,17 @@ class KeptInPart:
     def __init__(
         self,
         model: nn.Module,
-        sample: Sample,
+        compilation: Compilation,
         split: Split,
         chain: Chain,
-        settings: Settings,
-        tier: Tier,
-        unknown_bytes: int,
+        trials_of: Callable[[Split, Chain], Trials],
         stored_bytes: int,
         stored_seconds: float,
     ) -> None:
-        assert settings.compilation is not None
-        self._model, self._sample, self._chain = model, sample, chain
-        self._compilation = settings.compilation
-        self._settings = replace(settings, compilation=None, strategy="rotor", bandwidth=0)
-        self._tier, self._unknown_bytes = tier, unknown_bytes
+        self._model, self._compilation, self._chain = model, compilation, chain
+        self._trials_of = trials_of
         self._stored_bytes, self._stored_seconds = stored_bytes, stored_seconds
-        self._split = split.with_at_most(1)
+        self._eager, self._split = trials_of(split, chain), split.with_at_most(1)
 
     def fastest(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
         """The fastest that stays within the budget, in place.
@@ -99,7 +84,7 @@ class KeptInPart:
         Raises:
             InfeasibleBudgetError: none of those that were tried does, or may be used.
         """
-        budget = self._settings.memory_budget
+        budget = self._eager.asked.memory_budget
         best: tuple[Planned, CompiledModel] | None = None
         seen, least_bytes = [(1.0, self._stored_bytes)], self._least_bytes()
         while (share := next_share(seen, least_bytes, budget)) is not None:
@@ -125,27 +110,20 @@ class KeptInPart:
         return best
 
     def _least_bytes(self) -> int:
-        try:
-            return solution_for(self._chain, replace(self._settings, memory_budget=1)).peak_bytes
-        except InfeasibleBudgetError as error:
-            return error.minimum_bytes
+        found = self._eager.outcome(Attempt(1, is_tried=False))
+        return found.minimum_bytes if isinstance(found, Infeasible) else 0
 
     def _tried(self, share: float) -> Planned:
-        chain = in_one_stage(self._chain, self._split.stages[0].name, share)
-        trials = Trials(self._model, self._sample, self._split, chain, self._settings, self._tier, self._unknown_bytes)
+        trials = self._trials_of(self._split, in_one_stage(self._chain, self._split.stages[0].name, share))
         trials.say(f"compiling the model as one region that keeps {share:.0%}")
-        tried = trials.outcome(Attempt(_EVERYTHING, num_timed=_NUM_TIMED))
-        assert isinstance(tried, Trial)
-        found = trials.planned(Accept(0, 0, tried.peak_bytes))
-        off = tried.peak_bytes - tried.predicted_bytes
-        solution = found.solution.on(as_tried(found.chain, self._stored_seconds, off))
-        solution = solution.on(corrected(solution.chain, tried.peak_bytes - solution.peak_bytes))
+        found = trials.with_room_for_all()
+        solution = found.solution.on(as_tried(found.chain, self._stored_seconds, found.more_bytes))
+        off = (found.rehearsed_peak_bytes or 0) - solution.peak_bytes
         note = f"the model is one compiled region that keeps {share:.0%} of what it would save"
-        return replace(found, solution=solution, more_bytes=off, notes=(*found.notes, note))
+        return replace(found, solution=solution.on(corrected(solution.chain, off)), notes=(*found.notes, note))
 
     def _draws_in_backward(self, planned: Planned) -> bool:
-        numbers = numbers_of(self._model, self._sample, planned, self._settings)
-        return bool(numbers["random numbers", "drawn in backward"])
+        return bool(self._eager.numbers(planned)["random numbers", "drawn in backward"])
 
 
 def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budget: int) -> float | None:

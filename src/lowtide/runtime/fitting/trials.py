@@ -27,6 +27,7 @@ from lowtide.runtime.fitting.moving import (
     why_not,
 )
 from lowtide.runtime.fitting.planning import (
+    WITH_ROOM_FOR_ALL,
     Accept,
     Asked,
     Attempt,
@@ -385,6 +386,21 @@ class Trials:
             return self._joint[key]
         solve = leanest_solution if attempt.is_leanest else solution_for
         return solve(chain, settings)
+
+    def with_room_for_all(self) -> Planned:
+        """A tried schedule that has room for everything, whether or not it stays within the budget.
+
+        Raises:
+            torch.OutOfMemoryError: where its trial step runs out of memory.
+        """
+        tried = self.outcome(WITH_ROOM_FOR_ALL)
+        assert isinstance(tried, Trial)
+        found = self.planned(Accept(len(self._solutions) - 1, 0, tried.peak_bytes))
+        return replace(found, more_bytes=tried.peak_bytes - tried.predicted_bytes)
+
+    def numbers(self, planned: Planned) -> Numbers:
+        """What a step under one of these plans gives; see `numbers_of_step`."""
+        return numbers_of(self._model, self._sample, planned, self._settings)
 
     def say(self, task: str) -> None:
         """Show what is being done."""
