@@ -221,10 +221,10 @@ def test_everything_that_runs_is_compiled_and_equal_stages_share_it() -> None:
     compiled.remove()
     assert len(backend.graphs) == num_graphs + 1  # all stages joined
     assert {F.embedding, F.cross_entropy, F.gelu} <= backend.graphs[-1]
-    # the model is traced once, however often it is cut
+    # the model is traced once, however often it is cut, and its pieces not at all
     _, compiled, _ = in_regions(model, backend)
     compiled.remove()
-    assert counters["stats"]["unique_graphs"] - num_before == 1 + len(backend.graphs)
+    assert counters["stats"]["unique_graphs"] - num_before == 1
 
 
 def test_a_model_with_another_block_is_traced_anew() -> None:

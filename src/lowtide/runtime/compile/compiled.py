@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import fx, nn
 
 from lowtide.errors import PlanError, shown
 from lowtide.runtime.compile.layouts import ChannelsLast, has_channels_last, is_image
@@ -431,6 +431,11 @@ class _Compiler:
             options = {"recompile_limit": RECOMPILE_LIMIT, **options}
         return torch.compile(function, **options)
 
+    def compiled_graph(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """The function of a graph for such inputs."""
+        function: Callable[..., Any] = _backend(self._options, self._budget)(graph, inputs)
+        return function
+
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
@@ -449,8 +454,8 @@ def _compiled_function(kind: Hashable, compiler: _Compiler, function: Callable[.
     return compiler.compiled(FunctionType(function.__code__.replace(), function.__globals__, "stage"))
 
 
-def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
-    """The backend that the options name, with the budget in force whenever it compiles."""
+def _backend(options: Mapping[str, Any], budget: float | None) -> Callable[..., Any]:
+    """The backend that the options name, with the budget, if there is one, in force whenever it compiles."""
     named = options.get("backend", "inductor")
     settings: dict[str, Any] = {}
     if named == "inductor":
@@ -463,6 +468,8 @@ def _backend(options: Mapping[str, Any], budget: float) -> Callable[..., Any]:
         from torch._functorch import config
 
         backend, share = lookup_backend(named) if isinstance(named, str) else named, budget
+        if share is None:
+            return backend(graph, inputs, **settings, **more)
         if named == "inductor":
             settings["config_patches"] = {**_passes(), **settings["config_patches"]}
             share = max(share, _NEXT_TO_NOTHING)

@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from lowtide.runtime.compile.cutting import NoRegionsError, Piece, pieces_of, stages_of
 from lowtide.runtime.compile.modes import Modes, hooks_of
+from lowtide.runtime.compile.pieces import GraphCompiler, PieceFunction, forget_pieces
 from lowtide.runtime.model.call_site import Layer, Rank, layers_of
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.split import Split
@@ -34,13 +34,6 @@ from lowtide.runtime.model.split import Split
 # Equal blocks that a compiler cannot take for equal (each asks for its own number) are entries of one function; beyond
 # this many it would run them without compilation. Far more than a network has blocks of one kind.
 RECOMPILE_LIMIT = 512
-
-# Compiled regions that are kept for the next `fit`: those of a few models in all their variants.
-_MOST_KEPT = 512
-
-
-class _Compiler(Protocol):
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
 
 
 RegionHandler = Callable[[int, Callable[..., Any], tuple[torch.Tensor, ...]], Any]
@@ -127,7 +120,7 @@ class RegionLayer(Layer):
         self,
         model: nn.Module,
         split: Split,
-        compilers: tuple[Sequence[_Compiler], Sequence[_Compiler]],
+        compilers: tuple[Sequence[GraphCompiler], Sequence[GraphCompiler]],
         num_variants: Sequence[int],
         choice: Any,
     ) -> None:
@@ -197,11 +190,11 @@ class RegionLayer(Layer):
             self._regions[traced, grouping] = regions
         return regions
 
-    def functions_for(self, piece: Piece, stages: Sequence[int]) -> list[Callable[..., Any]]:
-        """A piece of some stages compiled in each of its variants, as far as it has any."""
+    def functions_for(self, piece: Piece, stages: Sequence[int]) -> list[PieceFunction]:
+        """A piece of some stages in each of its variants, as far as it has any."""
         compilers = self._compilers[stages[-1] == self.split.num_stages]
         count = self.num_variants[stages[0] - 1] if len(stages) == 1 else 1
-        return [_compiled_piece(piece, compiler) for compiler in compilers[:count]]
+        return [PieceFunction(piece, compiler) for compiler in compilers[:count]]
 
     def index_for(self, k: int) -> int:
         """The variant as which stage k of the split runs: 0 where it is in other modes than it was checked for."""
@@ -219,14 +212,25 @@ class _Region:
         piece: what it does.
         stages: of the split that it is of.
         group: the stage of whoever follows that it is of.
+        fixed: where its parameters and buffers are among what the whole graph is given.
         dead: the values, by name, that nobody reads after it.
     """
 
-    __slots__ = ("_first", "_functions", "_layer", "dead", "group", "piece")
+    __slots__ = ("_first", "_functions", "_layer", "dead", "fixed", "group", "piece")
 
-    def __init__(self, layer: RegionLayer, piece: Piece, stages: Sequence[int], group: int, dead: list[str]) -> None:
+    def __init__(
+        self,
+        layer: RegionLayer,
+        piece: Piece,
+        stages: Sequence[int],
+        *,
+        group: int,
+        fixed: list[int],
+        dead: list[str],
+    ) -> None:
         self.piece = piece
         self.group = group
+        self.fixed = fixed
         self.dead = dead
         self._layer = layer
         self._first = stages[0]
@@ -236,8 +240,7 @@ class _Region:
         """Run it as the variant that is chosen."""
         functions = self._functions
         index = self._layer.index_for(self._first) if len(functions) > 1 else 0
-        result: tuple[torch.Tensor, ...] = functions[index](*fixed, *args)
-        return result
+        return functions[index](fixed, args)
 
 
 class _Traced:
@@ -263,7 +266,7 @@ class _RunningRegions:
     ) -> None:
         self._layer = layer
         self._groups = grouping.group_of()
-        self._placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self._places = {node.name: place for place, node in enumerate(graph.graph.nodes) if node.op == "placeholder"}
         outputs: Any = graph.graph.output_node().args[0]
         if not all(isinstance(node, fx.Node) for node in outputs):
             raise NoRegionsError("its result has something else than tensors")
@@ -273,18 +276,22 @@ class _RunningRegions:
         self._uncut: tuple[fx.GraphModule, dict[fx.Node, int]] | None = (graph, stages)
         self._joins = grouping.joins
         self._regions: list[_Region] = []
+        self._entering: dict[str, int] = {}
+        """Of the values that enter regions, or are returned as they are, where they are among what is given."""
 
-    def _made(self, values: dict[str, Any], graph: fx.GraphModule, stages: dict[fx.Node, int]) -> list[_Region]:
-        """The regions; made with the first call, which shows what is a parameter or a buffer."""
+    def _make(self, given: Sequence[Any], graph: fx.GraphModule, stages: dict[fx.Node, int]) -> None:
+        """Make the regions; with the first call, which shows what is a parameter or a buffer."""
         model = self._layer.module
         state = set(map(id, chain(model.parameters(), model.buffers())))
-        pieces = pieces_of(graph, stages, {name for name, value in values.items() if id(value) in state})
+        fixed = {name for name, place in self._places.items() if id(given[place]) in state}
+        pieces = pieces_of(graph, stages, fixed)
         last: dict[str, int] = {}
         for place, piece in enumerate(pieces):
             last.update(dict.fromkeys((*piece.inputs, *piece.outputs), place))
+        self._entering = {name: place for name, place in self._places.items() if name in last or name in self._outputs}
         for name in self._outputs:
             last.pop(name, None)
-        return [
+        self._regions = [
             self._region(piece, [name for name, end in last.items() if end == place])
             for place, piece in enumerate(pieces)
         ]
@@ -292,18 +299,19 @@ class _RunningRegions:
     def _region(self, piece: Piece, dead: list[str]) -> _Region:
         group = self._groups[piece.stage]
         stages = [k for k, other in enumerate(self._groups) if other == group] if self._joins else [piece.stage]
-        return _Region(self._layer, piece, stages, group, dead)
+        fixed = [self._places[name] for name in piece.fixed]
+        return _Region(self._layer, piece, stages, group=group, fixed=fixed, dead=dead)
 
     def __call__(self, *given: Any) -> Any:
-        values = dict(zip(self._placeholders, given, strict=True))
         if self._uncut is not None:
-            self._regions = self._made(values, *self._uncut)
+            self._make(given, *self._uncut)
             self._uncut = None
+        values = {name: given[place] for name, place in self._entering.items()}
         handler = _following.handler
         assert handler is not None
         for region in self._regions:
             piece = region.piece
-            call = partial(region.run, [values[name] for name in piece.fixed])
+            call = partial(region.run, [given[place] for place in region.fixed])
             args = tuple(values[name] for name in piece.inputs)
             result = handler(region.group, call, args)
             del args
@@ -330,25 +338,10 @@ def _functions_of(model: nn.Module) -> dict[Hashable, Callable[..., Any]]:
     return _functions[model][1]
 
 
-_compiled_pieces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
-
-
-def _compiled_piece(piece: Piece, compiler: _Compiler) -> Callable[..., Any]:
-    """The function of a piece, which equal ones share: in one model, and from one `fit` to the next."""
-    if piece.key is None:
-        return compiler.compiled(piece.module.forward)
-    key = piece.key, compiler
-    function = _compiled_pieces.pop(key, None)
-    _compiled_pieces[key] = function = function or compiler.compiled(piece.module.forward)
-    while len(_compiled_pieces) > _MOST_KEPT:
-        _compiled_pieces.popitem(last=False)
-    return function
-
-
 def forget_regions() -> None:
     """Compile all regions anew from now on."""
     _functions.clear()
-    _compiled_pieces.clear()
+    forget_pieces()
 
 
 def regions_of(model: nn.Module) -> RegionLayer | None:
