@@ -668,6 +668,7 @@ def test_killed_in_the_middle_of_a_step_the_last_checkpoint_loads(in_backward, m
             optimizer.zero_grad()
 
     def child() -> None:
+        torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
         model, optimizer = model_and_optimizer()
         lowtide.attach(model, schedule, optimizer=optimizer)
         simply(model, optimizer)

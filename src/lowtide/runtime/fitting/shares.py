@@ -76,7 +76,7 @@ class KeptInPart:
         self._eager, self._split = trials_of(split, chain), split.with_at_most(1)
 
     def fastest(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
-        """The fastest that stays within the budget, in place.
+        """The one that stays within the budget and keeps most, in place.
 
         Args:
             most_seconds: of a step; what takes longer and is too large is not tried with less kept.
@@ -92,9 +92,8 @@ class KeptInPart:
             try:
                 planned = self._tried(share)
                 num_bytes, seconds = planned.solution.peak_bytes, planned.solution.seconds
-                is_faster = best is None or seconds < best[0].solution.seconds
-                if num_bytes <= budget and is_faster and not self._draws_in_backward(planned):
-                    best = planned, compiled
+                if num_bytes <= budget and not self._draws_in_backward(planned):
+                    best = planned, compiled  # it keeps more than one before that fits, and computes less again
             except torch.OutOfMemoryError:
                 num_bytes, seconds = int(_OUT_OF_MEMORY * budget), 0.0
             finally:
