@@ -61,8 +61,8 @@ def test_steps_take_what_is_predicted() -> None:
     plain = lowtide.solve(chain, memory_budget=2**60, strategy="store-all").peak_bytes
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
-    least = caught.value.minimum_bytes
-    assert least < 0.75 * plain
+    least, base = caught.value.minimum_bytes, chain.base_bytes  # what else lives in this process counts, too
+    assert least - base < 0.75 * (plain - base)
     for share, strict in [(0.0, False), (0.0, True), (0.3, True), (0.6, False), (0.9, True)]:
         solution = lowtide.solve(chain, memory_budget=int(least + share * (plain - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, strict=strict):
@@ -196,8 +196,8 @@ def test_what_the_models_own_code_holds_is_counted_where_nothing_stores_it() -> 
         step(model, x)
     with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
         lowtide.solve(chain, memory_budget=1, strategy="rotor")
-    least = caught.value.minimum_bytes
-    assert least < 0.36 * meter.peak_bytes
+    least, base = caught.value.minimum_bytes, chain.base_bytes  # what else lives in this process counts, too
+    assert least - base < 0.34 * (meter.peak_bytes - base)
     for share in (0.0, 0.3):
         solution = lowtide.solve(chain, memory_budget=int(least + share * (meter.peak_bytes - least)), strategy="rotor")
         with warnings.catch_warnings(), lowtide.attach(model, solution, split=split):
