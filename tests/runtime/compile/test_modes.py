@@ -111,8 +111,9 @@ class WrongForOtherModes:
     [(0.3, [(switch_off, 1), (switch_on, 4)]), (0.0, [(switch_on, 0), (switch_off, 0)])],
     ids=["switched off", "switched on"],
 )
+@pytest.mark.parametrize("regions", [False, True], ids=["blocks", "regions"])
 @pytest.mark.usefixtures("quick_variants")
-def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes):
+def test_variants_are_not_used_for_what_they_were_not_checked_for(monkeypatch, share, changes, regions):
     """In each step as many of the four blocks run as variants as have the modes for which those were checked.
 
     Where other parameters are trained, a new plan is made.
@@ -120,7 +121,9 @@ def test_variants_are_not_used_for_what_they_were_not_checked_for(share, changes
     x, wrong = torch.randn(64, WIDTH), WrongForOtherModes()
     torch.manual_seed(0)
     model = Net(share)
-    compiled = {"compile_stages": {"backend": wrong.backend, "dynamic": False}}
+    if regions:  # one for each stage, though all of them would fit as one
+        monkeypatch.setattr(CompiledPlanning, "_planned", partialmethod(CompiledPlanning._planned_with, regions=True))
+    compiled = {"compile_stages": {"backend": wrong.backend, "dynamic": False, "regions": regions}}
     with lowtide.fit(model, x, memory_budget="1GiB", strategy="rotor", bandwidth=0, optimizer="sgd", **compiled):
         wrong.is_planning = False
         torch.manual_seed(0)

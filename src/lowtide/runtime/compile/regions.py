@@ -191,17 +191,14 @@ class RegionLayer(Layer):
         return regions
 
     def functions_for(self, piece: Piece, stages: Sequence[int]) -> list[PieceFunction]:
-        """A piece of some stages in each of its variants, as far as it has any."""
+        """A piece of some stages in each of its variants, as far as it has any: one where it is in other modes than it
+        was checked for. What was traced in other modes is another graph.
+        """
         compilers = self._compilers[stages[-1] == self.split.num_stages]
-        count = self.num_variants[stages[0] - 1] if len(stages) == 1 else 1
+        modes, model = self._modes[stages[0] - 1], self.module
+        as_checked = len(stages) == 1 and all(each.are_as_then(model.get_submodule(path)) for path, each in modes)
+        count = self.num_variants[stages[0] - 1] if as_checked else 1
         return [PieceFunction(piece, compiler) for compiler in compilers[:count]]
-
-    def index_for(self, k: int) -> int:
-        """The variant as which stage k of the split runs: 0 where it is in other modes than it was checked for."""
-        index, model = self.choice.index, self.module
-        if index and all(modes.are_as_then(model.get_submodule(path)) for path, modes in self._modes[k - 1]):
-            return int(index)
-        return 0
 
 
 class _Region:
@@ -216,7 +213,7 @@ class _Region:
         dead: the values, by name, that nobody reads after it.
     """
 
-    __slots__ = ("_first", "_functions", "_layer", "dead", "fixed", "group", "piece")
+    __slots__ = ("_choice", "_functions", "dead", "fixed", "group", "piece")
 
     def __init__(
         self,
@@ -232,15 +229,13 @@ class _Region:
         self.group = group
         self.fixed = fixed
         self.dead = dead
-        self._layer = layer
-        self._first = stages[0]
+        self._choice = layer.choice
         self._functions = layer.functions_for(piece, stages)
 
     def run(self, fixed: Sequence[torch.Tensor], *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run it as the variant that is chosen."""
         functions = self._functions
-        index = self._layer.index_for(self._first) if len(functions) > 1 else 0
-        return functions[index](fixed, args)
+        return functions[self._choice.index if len(functions) > 1 else 0](fixed, args)
 
 
 class _Traced:
