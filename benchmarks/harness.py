@@ -32,8 +32,8 @@ import lowtide
 from lowtide.runtime.meter import Meter
 from lowtide.units import format_bytes, format_seconds
 
-# On a GPU: some steps before anything counts, then rounds of as many as take about a second, within limits. Other
-# programs on the host disturb some rounds: those of one compiled network took 32 ms a step, and 42 a minute before.
+# On a GPU: some steps before anything counts, then rounds of as many as take about a second, within limits. The
+# quietest counts: on one machine a compiled network took 42 ms a step, and 32 in another process some minutes later.
 NUM_WARM = 2
 NUM_ROUNDS = 3
 TIMED_SECONDS = 1.0

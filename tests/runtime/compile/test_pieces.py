@@ -66,9 +66,9 @@ def test_a_piece_is_compiled_once_for_each_form_and_setting(weight) -> None:
     compiler, x = Recording(), images()
     function = PieceFunction(piece_of(), compiler)
 
-    def num_compiled_by(*args, times: int = 2) -> int:
+    def num_compiled_by(*args) -> int:
         before = len(compiler.shapes)
-        for _ in range(times):
+        for _ in range(2):
             (found,) = function([weight], args)
             assert torch.equal(found, weight * torch.sigmoid(args[0]))
             assert found.requires_grad == torch.is_grad_enabled()
@@ -122,7 +122,7 @@ def test_compiling_sees_numbers_for_shapes_and_leaves_random_numbers_and_modes_a
 
 
 def test_a_compiler_that_fails_is_said_and_memory_that_lacks_is_not_hidden(weight) -> None:
-    with pytest.raises(NoRegionsError, match="compiling it failed: no such kernel"):
+    with pytest.raises(NoRegionsError, match="compiling one failed: no such kernel"):
         PieceFunction(piece_of(), Failing(ValueError("no such kernel")))([weight], (images(),))
     with pytest.raises(torch.OutOfMemoryError):
         PieceFunction(piece_of(), Failing(torch.OutOfMemoryError("full")))([weight], (images(),))

@@ -129,9 +129,9 @@ def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_s
     part = shares.KeptInPart(Net(), Compilation({}, (0.5,), regions=True), split, None, trials_of, 1000, 1.0)
     if taken is None:
         with pytest.raises(lowtide.InfeasibleBudgetError, match="no part of one region"):
-            part.fastest(most_seconds)
+            part.keeping_most(most_seconds)
     else:
-        assert part.fastest(most_seconds)[0].solution.seconds == taken
+        assert part.keeping_most(most_seconds)[0].solution.seconds == taken
     assert len(took) - len(list(outcomes)) == shares_tried
     assert len(installed) == (taken is not None)
 
@@ -236,8 +236,8 @@ def test_nothing_is_kept_in_part_without_variants_or_times(monkeypatch) -> None:
 
 @pytest.mark.usefixtures("_as_on_cuda")
 def test_a_part_leaves_room_for_the_optimizers_step(monkeypatch) -> None:
-    tried, fastest = [], shares.KeptInPart.fastest
-    monkeypatch.setattr(shares.KeptInPart, "fastest", lambda *args: tried.append(True) or fastest(*args))
+    tried, find = [], shares.KeptInPart.keeping_most
+    monkeypatch.setattr(shares.KeptInPart, "keeping_most", lambda *args: tried.append(True) or find(*args))
     model = Net()
     budget = budget_below_all(model)
     made = compiling.Trials.__init__

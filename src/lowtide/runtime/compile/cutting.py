@@ -153,7 +153,7 @@ def _piece(whole: fx.GraphModule, stage: int, nodes: list[fx.Node], fixed: Colle
     for place, node in enumerate(nodes):  # names of its own, so that equal pieces have equal code
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"y{place}")
-        copies[node].meta = dict(node.meta)
+        copies[node].meta = dict(node.meta)  # compilers have the user's line in their messages
     graph.output(tuple(copies[node] for node in outputs))
     module = fx.GraphModule(whole, graph)
     targets = tuple(node.target if isinstance(node.target, str) else id(node.target) for node in nodes)

@@ -88,7 +88,7 @@ def _newly_compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Te
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler is a program of others: whatever it raises, it did not compile this
-        raise NoRegionsError(f"compiling it failed: {error}") from error
+        raise NoRegionsError(f"compiling one failed: {error}") from error
 
 
 @contextmanager

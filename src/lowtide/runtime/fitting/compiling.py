@@ -260,7 +260,7 @@ class CompiledPlanning:
 
     def _found(self, way: _Way, most_seconds: float, *, accepts: bool) -> tuple[Planned, CompiledModel]:
         if way.part is not None:
-            return way.part.fastest(most_seconds)
+            return way.part.keeping_most(most_seconds)
         if way.joint is not None:
             return self._joined(*way.joint)
         return self._planned_with(regions=way.regions, accepts=accepts)

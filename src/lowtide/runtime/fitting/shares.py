@@ -75,7 +75,7 @@ class KeptInPart:
         self._stored_bytes, self._stored_seconds = stored_bytes, stored_seconds
         self._eager, self._split = trials_of(split, chain), split.with_at_most(1)
 
-    def fastest(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
+    def keeping_most(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
         """The one that stays within the budget and keeps most, in place.
 
         Args:

@@ -200,7 +200,7 @@ def measured_for(
             return joined, measured(joined, compilation)
         except not_one_graph() as error:
             chain, compiled = measured(split, replace(compilation, regions=False))
-            note = f"blocks are compiled one by one, because the model is not one graph: {in_one_line(error)}"
+            note = f"blocks are compiled one by one, because the model has no regions: {in_one_line(error)}"
             notes = [note, *chain.provenance.get("notes", ())]
             return split, (replace(chain, provenance={**chain.provenance, "notes": notes}), compiled)
 
