@@ -9,8 +9,10 @@ import torch
 import torch._inductor.config
 from tests.runtime.training import assert_equal, gradients
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
+from lowtide.runtime.compile.op_times import seconds_of
 from lowtide.runtime.fitting import compiling
 from lowtide.zoo import make
 
@@ -131,6 +133,15 @@ def test_one_region_that_keeps_a_part_keeps_the_budget_and_draws_the_same_number
         torch.manual_seed(1)
         found = run(model, batch)
     assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in expected)
+
+
+def test_a_larger_product_takes_longer():
+    def net(x, y):
+        return x @ x, y @ y
+
+    graph = make_fx(net)(torch.randn(64, 64, device="cuda"), torch.randn(8192, 8192, device="cuda")).graph
+    small, large = (seconds_of(node) for node in graph.nodes if node.target is torch.ops.aten.mm.default)
+    assert 0 < 10 * small < large
 
 
 class WithScores(nn.Module):

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import lowtide
 from lowtide.runtime.capture.capture import capture
+from lowtide.runtime.compile import op_times
 from lowtide.runtime.compile.compiled import Compilation, _backend, _compiled_function
-from lowtide.runtime.compile.random_numbers import save_what_is_drawn
+from lowtide.runtime.compile.must_save import mark
+from lowtide.runtime.compile.op_times import measured_times
 from lowtide.runtime.compile.regions import forget_regions, regions_of
 from lowtide.runtime.fitting import compiling, shares, trials
 from lowtide.runtime.fitting.planning import Asked
@@ -258,14 +260,92 @@ def test_what_draws_is_saved() -> None:
         return F.dropout(y, 0.1) + torch.bernoulli(y, 0.5) + F.dropout(y, 0.0)
 
     graph = make_fx(drawing)(torch.randn(2, 3, 4)).graph
-    save_what_is_drawn(graph)
+    mark(graph)
     saved = {n.target for n in graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE}
     names = {target.name() for target in saved}
     assert {"aten::rand", "aten::bernoulli.p"} <= names
     assert not any("attention" in name or "mul" in name for name in names)
     others = make_fx(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5))(torch.randn(2, 3, 4)).graph
-    save_what_is_drawn(others)
+    mark(others)
     assert any(node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for node in others.nodes)
+
+
+def test_what_adds_up_is_saved() -> None:
+    def adding(x, weight):
+        variance, mean = torch.var_mean(x, -1, keepdim=True)
+        y = (x - mean) * variance.rsqrt() @ weight
+        return y.logsumexp(-1) + y.amax(-1) + torch.ops.prims.sum(y, [1])
+
+    graph = make_fx(adding)(torch.randn(8, 4), torch.randn(4, 16)).graph
+    mark(graph)
+    saved = [n.target.name() for n in graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    assert saved == ["aten::var_mean.correction", "aten::logsumexp", "aten::amax", "prims::sum"]
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_what_is_computed_again_takes_little_time(monkeypatch, measures: bool) -> None:
+    """The second product calculates more for what it frees; a time says that the first one is slow."""
+    asked = []
+
+    def seconds_of(node):
+        asked.append(tuple(each.meta["val"].shape for each in node.args))
+        return 1.0 if asked[-1][1] == (32, 80) else 0.001
+
+    def net(x, first, second):
+        return ((x @ first).sigmoid() @ second).sigmoid().sum()
+
+    monkeypatch.setattr(op_times, "seconds_of", seconds_of)
+    measured_times.cache_clear()
+    saved = []
+    call = torch.compile(net, dynamic=False, backend=_backend({"backend": BACKEND}, 0.6, measures=measures))
+    generator = torch.Generator().manual_seed(0)
+    x, first, second = (torch.randn(size, generator=generator) for size in ((256, 32), (32, 80), (80, 80)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        call(x, first.requires_grad_(), second.requires_grad_())
+    measured_times.cache_clear()
+    torch._dynamo.reset()
+    assert bool(asked) == measures
+    made = [tensor for tensor in saved if tensor.shape == (256, 80)]
+    assert len(made) == 1
+    assert torch.equal(made[0], (x @ first).sigmoid()) == measures
+
+
+def test_what_operations_take_is_measured_once_for_each_form(monkeypatch) -> None:
+    ran = []
+    monkeypatch.setattr(op_times, "_seconds", lambda run, device: ran.append(run()) or 1.0)
+
+    def net(x, weight, places):
+        bias = torch.zeros(1, 4).expand(3, 4)
+        y = torch.addmm(bias, x, weight) + torch.addmm(bias, x, weight) + x @ weight
+        return y + F.embedding(places, y) + torch.ops.shares_test.own(y)
+
+    with torch.library._scoped_library("shares_test", "DEF") as library:
+        library.define("own(Tensor x) -> Tensor")
+        library.impl("own", lambda x: x + torch.nan, "CompositeExplicitAutograd")
+        graph = make_fx(net, tracing_mode="fake")(torch.randn(3, 5), torch.randn(5, 4), torch.tensor([2, 0, 1])).graph
+        times = measured_times()
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target is not torch.ops.aten.add.Tensor:
+                assert times(node) == 1.0
+    copied = [result for result in ran if isinstance(result, list)]
+    assert len(copied) == 2  # what looks up places, and what others wrote, is not run
+    assert [float(r[0, 0]) for r in ran if isinstance(r, torch.Tensor)].count(6.0) == 1  # of two like it
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_part_adds_up_by_trial_unless_torch_is_deterministic(deterministic: bool) -> None:
+    compilation = Compilation({"dynamic": False}, (0.5,), regions=True)
+    model = Net().to(torch.bfloat16)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        alone, beside_others = (compilation.options_for(model, alone=alone)["options"] for alone in (True, False))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert alone["emulate_precision_casts"]
+    assert beside_others["emulate_precision_casts"]
+    if hasattr(torch._inductor.config, "deterministic"):
+        assert beside_others["deterministic"]
+        assert alone.get("deterministic", False) is deterministic
 
 
 @pytest.mark.slow

@@ -28,9 +28,11 @@ from lowtide.errors import PlanError, shown
 from lowtide.runtime.compile.layouts import ChannelsLast, has_channels_last, is_image
 from lowtide.runtime.compile.loss import CompiledLoss
 from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
-from lowtide.runtime.compile.random_numbers import pass_that_saves_seeds
+from lowtide.runtime.compile.must_save import pass_that_marks
+from lowtide.runtime.compile.op_times import measured_times
 from lowtide.runtime.compile.regions import RECOMPILE_LIMIT, RegionLayer, regions_of
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
+from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -148,7 +150,11 @@ class CompiledRegions:
             # What crosses from one region to the next is laid out as they compute with it.
             rest = {key: value for key, value in options.items() if key != "mode"}
             inside = {**rest, "options": {**_inductor_options(options), "keep_output_stride": False}}
-        compilers = tuple([_Compiler(each), *(_Compiler(each, b) for b in budgets)] for each in (inside, options))
+        # Variants that were checked, and those that several processes compile, have to be the same each time.
+        measures = split.num_stages == 1 and not is_distributed()
+        compilers = tuple(
+            [_Compiler(each), *(_Compiler(each, b, measures=measures) for b in budgets)] for each in (inside, options)
+        )
         self.choice = VariantChoice(("", *map(variant_name, budgets)))
         stages = {k: stage for k, stage, _, module in _units_to_compile(model, split) if _has_parts(module)}
         with_variants = _most_frequent(stage.kind for stage in stages.values())
@@ -276,11 +282,20 @@ class Compilation:
             if not self.regions:
                 layout = self.channels_last
                 return CompiledStages(model, split, self.options, self.budgets, loss=self.loss, channels_last=layout)
-            return CompiledRegions(model, split, replace(self, options=self.options_for(model), channels_last=None))
+            options = self.options_for(model, alone=split.num_stages == 1)
+            return CompiledRegions(model, split, replace(self, options=options, channels_last=None))
 
-    def options_for(self, model: nn.Module) -> dict[str, Any]:
-        """The options with which a model is compiled: where there are variants, those that make them equal."""
-        return _for_equal_numbers(model, self.options) if self.budgets else dict(self.options)
+    def options_for(self, model: nn.Module, *, alone: bool = False) -> dict[str, Any]:
+        """The options with which a model is compiled: where there are variants, those that make them equal.
+
+        Args:
+            model: the model.
+            alone: whether it is one stage, whose variant no other one has to be equal to.
+        """
+        if not self.budgets:
+            return dict(self.options)
+        by_rule = not alone or torch.are_deterministic_algorithms_enabled()
+        return _for_equal_numbers(model, self.options, by_rule=by_rule)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data.
@@ -407,16 +422,19 @@ class _Compiler:
     Args:
         options: for `torch.compile`.
         budget: the `activation_memory_budget` in force; None: the one that is.
+        measures: whether what is computed again for it is chosen by measured times.
     """
 
-    def __init__(self, options: Mapping[str, Any], budget: float | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any], budget: float | None = None, *, measures: bool = False) -> None:
         self._options = dict(options)
         self._budget = budget
+        self._measures = measures
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Compiler):
             return NotImplemented
-        return (self._options, self._budget) == (other._options, other._budget)
+        mine, others = ((each._options, each._budget, each._measures) for each in (self, other))
+        return mine == others
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self._options)), self._budget))
@@ -426,15 +444,18 @@ class _Compiler:
         options = self._options
         if self._budget is not None:
             rest = {key: value for key, value in options.items() if key not in ("mode", "options")}
-            options = {**rest, "backend": _backend(options, self._budget)}
+            options = {**rest, "backend": self._backend()}
         if "recompile_limit" in inspect.signature(torch.compile).parameters:  # torch 2.11 does not have it
             options = {"recompile_limit": RECOMPILE_LIMIT, **options}
         return torch.compile(function, **options)
 
     def compiled_graph(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """The function of a graph for such inputs."""
-        function: Callable[..., Any] = _backend(self._options, self._budget)(graph, inputs)
+        function: Callable[..., Any] = self._backend()(graph, inputs)
         return function
+
+    def _backend(self) -> Callable[..., Any]:
+        return _backend(self._options, self._budget, measures=self._measures)
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +475,7 @@ def _compiled_function(kind: Hashable, compiler: _Compiler, function: Callable[.
     return compiler.compiled(FunctionType(function.__code__.replace(), function.__globals__, "stage"))
 
 
-def _backend(options: Mapping[str, Any], budget: float | None) -> Callable[..., Any]:
+def _backend(options: Mapping[str, Any], budget: float | None, *, measures: bool = False) -> Callable[..., Any]:
     """The backend that the options name, with the budget, if there is one, in force whenever it compiles."""
     named = options.get("backend", "inductor")
     settings: dict[str, Any] = {}
@@ -473,20 +494,29 @@ def _backend(options: Mapping[str, Any], budget: float | None) -> Callable[..., 
         if named == "inductor":
             settings["config_patches"] = {**_passes(), **settings["config_patches"]}
             share = max(share, _NEXT_TO_NOTHING)
-        with config.patch(activation_memory_budget=share):
+        with config.patch(activation_memory_budget=share, **(_times() if measures else {})):
             return backend(graph, inputs, **settings, **more)
 
     return compile_graph
 
 
+def _times() -> dict[str, Any]:
+    """What the partitioner is told of times; not where the user has told it something."""
+    from torch._functorch import config
+
+    name = "activation_memory_budget_runtime_estimator"
+    found = measured_times() if getattr(config, name, None) == "flops" else None
+    return {} if found is None else {name: found}
+
+
 def _passes() -> dict[str, Any]:
-    """What inductor is told beside options, so that a function that keeps less draws nothing anew; not where there is a
-    pass of the user's.
+    """What inductor is told beside options, so that a function that keeps less computes nothing again that would be
+    something else; not where there is a pass of the user's.
     """
     from torch._inductor import config
 
     name = "joint_custom_post_pass"
-    return {name: pass_that_saves_seeds()} if getattr(config, name, True) is None else {}
+    return {name: pass_that_marks()} if getattr(config, name, True) is None else {}
 
 
 def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -499,19 +529,24 @@ def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**list_mode_options(mode), **given}
 
 
-def _for_equal_numbers(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+def _for_equal_numbers(model: nn.Module, options: Mapping[str, Any], *, by_rule: bool = True) -> dict[str, Any]:
     """The options with which inductor gives all variants of a block the same numbers, as far as it can.
 
     Left alone it picks the shapes of its reductions by trying them, for each kernel by itself, and other shapes add in
     another order; and what a fused kernel hands on is rounded to 16 bits where it is saved and not where it is computed
     again. A mode that was asked for keeps its trials.
+
+    Args:
+        model: the model.
+        options: for `torch.compile`.
+        by_rule: whether shapes of reductions are chosen without trials.
     """
     if options.get("backend", "inductor") != "inductor":
         return dict(options)
     from torch._inductor import config
 
     settings: dict[str, Any] = {}
-    if hasattr(config, "deterministic"):
+    if by_rule and hasattr(config, "deterministic"):
         settings["deterministic"] = options.get("mode") in (None, "default")
         settings["force_shape_pad"] = True  # else products would not be padded without trials
     if _computes_in_16_bits(model):

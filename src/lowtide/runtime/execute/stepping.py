@@ -21,6 +21,7 @@ from torch import nn
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
 from lowtide.runtime.execute.weights import Spent, Weights, has_other_names, is_whole
+from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.tape import versions_of
 from lowtide.runtime.transfer.cargo import Mirror, Tier
@@ -48,8 +49,7 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
 
 def _check_is_alone() -> None:
     """Refuse several processes: they exchange gradients that are not there any more."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if is_distributed():
         raise PlanError(
             "the schedule moves weights, which does not work with several processes (DDP, FSDP); use a strategy that "
             "moves activations alone"

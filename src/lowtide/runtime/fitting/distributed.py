@@ -11,11 +11,6 @@ import torch.distributed as dist
 from lowtide.errors import PlanError
 
 
-def is_distributed() -> bool:
-    """Whether this process trains together with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def is_first() -> bool:
     """Whether this process is rank 0."""
     return dist.get_rank() == 0

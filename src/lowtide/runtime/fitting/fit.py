@@ -18,7 +18,7 @@ from lowtide.runtime.capture.watch import draw_the_fullest
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledModel, can_have_regions
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.fitting.distributed import is_distributed, is_first, share
+from lowtide.runtime.fitting.distributed import is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
 from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
@@ -30,6 +30,7 @@ from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, trains, unwrapped
 from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
+from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for, tier_on
 from lowtide.runtime.plan.load import plan_from_dict

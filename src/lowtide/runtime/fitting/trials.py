@@ -14,7 +14,6 @@ from lowtide.errors import InfeasibleBudgetError, PlanError, ScheduleError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel
 from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.fitting.distributed import is_distributed
 from lowtide.runtime.fitting.moving import (
     STRATEGY,
     Moving,
@@ -45,6 +44,7 @@ from lowtide.runtime.measure.measure import capture_for, measure_split
 from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.measure.variants import Numbers, in_one_line
 from lowtide.runtime.measure.weights import optimizer_step_bytes
+from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of, host_bytes
