@@ -151,10 +151,12 @@ def measure_lowtide(
         fill(row, harness.time_steps(harness.training_step(model, model, batch), run.device))
         stats = plan.stats()
         row.predicted_seconds, row.predicted_peak_bytes = stats.predicted_seconds, stats.predicted_peak_bytes
-        row.note = plan.schedule.strategy
+        telling = ("one compiled region", "without CUDA graphs")
+        row.note = "; ".join(
+            [plan.schedule.strategy, *(note for note in plan.notes if any(words in note for words in telling))]
+        )
         if options.get("cuda_graphs"):
             row.peak_bytes = stats.measured_peak_bytes  # with what the graphs reserve
-            row.note = "; ".join([row.note, *(note for note in plan.notes if "without CUDA graphs" in note)])
 
 
 def budgets_from(rows: list[Row], *, compiled: bool, shares: Sequence[float]) -> list[int]:
