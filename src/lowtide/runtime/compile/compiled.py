@@ -37,13 +37,13 @@ from lowtide.runtime.model.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
 """Shares for `activation_memory_budget`: a transformer block saves 2/3 at 0.8 in the same time (element-wise operations
-are made again), 2/5 at 0.4, and at 0.0 its input alone."""
+are made again), 2/5 at 0.4, and at 0.0 little more than its input."""
 
 # Each variant of each kind is a compilation of seconds; a network of many kinds has them for its most frequent ones.
 _MOST_KINDS = 12
 
 # For a share of nothing the partitioner saves inputs alone, also where something is marked as to be saved: the seeds of
-# random numbers.
+# random numbers, and sums.
 _NEXT_TO_NOTHING = 1e-6
 
 # Rows of this many bytes are what tensor cores read at once.
@@ -422,7 +422,7 @@ class _Compiler:
     Args:
         options: for `torch.compile`.
         budget: the `activation_memory_budget` in force; None: the one that is.
-        measures: whether what is computed again for it is chosen by measured times.
+        measures: whether what is recomputed for it is chosen by measured times.
     """
 
     def __init__(self, options: Mapping[str, Any], budget: float | None = None, *, measures: bool = False) -> None:
@@ -510,7 +510,7 @@ def _times() -> dict[str, Any]:
 
 
 def _passes() -> dict[str, Any]:
-    """What inductor is told beside options, so that a function that keeps less computes nothing again that would be
+    """What inductor is told beside options, so that a function that keeps less recomputes nothing that would be
     something else; not where there is a pass of the user's.
     """
     from torch._inductor import config

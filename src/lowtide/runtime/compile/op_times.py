@@ -1,7 +1,7 @@
-"""How long operations take on the device, for a compiler that decides which of them it computes again.
+"""How long operations take on the device, for a compiler that decides which of them it recomputes.
 
-By itself inductor counts what products, convolutions and attention calculate, and computes again what calculates least
-for the bytes it frees. Much of that waits for memory instead: attention in windows of 49 tokens takes an H200 0.065 ms,
+By itself inductor counts what products, convolutions and attention calculate, and recomputes what calculates least for
+the bytes it frees. Much of that waits for memory instead: attention in windows of 49 tokens takes an H200 0.065 ms,
 and the product that frees four times as many bytes 0.043 ms, though it calculates twenty times as much.
 """
 
@@ -18,18 +18,24 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+# The shortest of so many tries, each the mean of so many runs: so on an H200, beside other processes, the times of
+# Swin-B's attention added up to what it takes in a step.
 _NUM_TRIES = 5
 _RUNS_EACH = 4
 
-# Of the device, before the first run: time for the host to launch all of them.
+# The device waits so long before the runs of a try, a quarter of a millisecond, in which the host launches them.
 _CYCLES_AHEAD = 500_000
+
+
+# Products of equal numbers can be faster than others. Torch does not draw numbers of other types.
+_DRAWN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @functools.cache
 def measured_times() -> Any:
     """What the compiler asks for the time of an operation; None: this version of torch does not ask.
 
-    It stands for itself in PyTorch's caches: what was compiled once is found again, whatever would be measured then.
+    PyTorch's caches know it by a name: what was compiled once is found again, and nothing is measured for that.
     """
     try:
         from torch._inductor.custom_graph_pass import CustomRuntimeEstimator  # importing it takes seconds
@@ -53,22 +59,31 @@ def measured_times() -> Any:
 
 
 def seconds_of(node: fx.Node) -> float:
-    """What an operation of a graph takes with inputs of the same form.
+    """What an operation of a graph takes with inputs of the same form: torch's own with random numbers.
 
-    Numbers that an operation finds its way by are not made up, nor are those of operations of others: such a one is
-    taken to be as fast as copies of what it reads and returns.
+    One that reads whole numbers is not run, since they may be places in another tensor, and neither is one that torch
+    does not know. It is taken to be as fast as a copy of its result. Where a size is not known, it takes no time.
     """
     args, kwargs = _values((node.args, node.kwargs))
-    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    tensors, results = _tensors((args, kwargs)), _tensors(_values(node))
+    if not all(map(_has_known_form, (*tensors, *results))):
+        return 0.0
     target: Any = node.target
     is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
     with _disable_current_modes(), torch.no_grad():
         if is_known and all(each.is_floating_point() for each in tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
             return _seconds(lambda: target(*args, **kwargs), _device_of(tensors))
-        results = [each for each in pytree.tree_leaves(_values(node)) if isinstance(each, torch.Tensor)]
-        copied = [_like(each) for each in (*tensors, *results)]
+        copied = [_like(each) for each in results]
         return _seconds(lambda: [each.clone() for each in copied], _device_of(copied))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _has_known_form(tensor: torch.Tensor) -> bool:
+    return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
 
 
 def _values(nodes: Any) -> Any:
@@ -90,7 +105,8 @@ def _described(value: Any) -> str:
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     numbers = torch.empty(max(0, extent), dtype=tensor.dtype, device=tensor.device)
-    return numbers.fill_(1).as_strided(tensor.shape, tensor.stride())
+    numbers = numbers.normal_() if tensor.dtype in _DRAWN else numbers.fill_(1)
+    return numbers.as_strided(tensor.shape, tensor.stride())
 
 
 def _device_of(tensors: list[torch.Tensor]) -> torch.device:

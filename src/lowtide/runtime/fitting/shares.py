@@ -5,8 +5,8 @@ takes a ratio (`activation_memory_budget`), between what the region saves by its
 takes then shows in trial steps.
 
 Such a region is a variant of the model as one stage. There may be no room for variant 0, with which others are
-compared; so it is compiled with the options that make variants equal, and a step shows whether its backward draws new
-random numbers.
+compared. But what would be something else if it were recomputed is saved, and a step shows whether its backward draws
+new random numbers.
 """
 
 from __future__ import annotations
