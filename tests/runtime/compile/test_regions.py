@@ -353,6 +353,18 @@ def test_a_variant_of_a_region_that_draws_new_random_numbers_is_refused() -> Non
     assert any("draws new random numbers" in note for note in chain.provenance["notes"])
 
 
+def test_a_variant_of_a_region_that_does_not_compile_is_refused_alone() -> None:
+    def failing(graph, inputs):
+        if torch._functorch.config.activation_memory_budget < 1:
+            raise AssertionError("not in part")
+        return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
+
+    _, compiled, chain = in_regions(Simple(), failing, budgets=(0.5,))
+    compiled.remove()
+    assert any("budget 0.5" in note and "not in part" in note for note in chain.provenance["notes"])
+    assert all(stage.num_variants == 1 for stage in chain.stages)
+
+
 def test_what_is_switched_off_is_told() -> None:
     model = Simple()
     split, compiled, chain = in_regions(model, UNPARTITIONED)

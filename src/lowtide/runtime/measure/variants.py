@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.runtime.compile.compiled import VariantChoice
+from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.measure.stages import StagedModel, leaves_behind
 
 # Sums whose order is left open (attention's backward on CUDA) differ every time, but after rounding to 16 bits seldom
@@ -102,7 +103,10 @@ class VariantCheck:
                     break
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of the compiler's, or of autograd: a buffer was saved that forward then changed
+        except (
+            RuntimeError,
+            NoRegionsError,
+        ) as error:  # of the compiler's, or of autograd: a buffer was saved that forward then changed
             return f"it fails: {in_one_line(error)}"
         return reason
 
