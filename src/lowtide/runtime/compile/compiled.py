@@ -429,12 +429,12 @@ class _Compiler:
         self._options = dict(options)
         self._budget = budget
         self._measures = measures
+        self._key = self._options, budget, measures
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Compiler):
             return NotImplemented
-        mine, others = ((each._options, each._budget, each._measures) for each in (self, other))
-        return mine == others
+        return self._key == other._key
 
     def __hash__(self) -> int:
         return hash((tuple(sorted(self._options)), self._budget))

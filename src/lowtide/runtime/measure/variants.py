@@ -103,10 +103,8 @@ class VariantCheck:
                     break
         except torch.OutOfMemoryError:
             raise
-        except (
-            RuntimeError,
-            NoRegionsError,
-        ) as error:  # of the compiler's, or of autograd: a buffer was saved that forward then changed
+        except (RuntimeError, NoRegionsError) as error:
+            # Of the compiler's, or of autograd: a buffer was saved that forward then changed.
             return f"it fails: {in_one_line(error)}"
         return reason
 
