@@ -6,6 +6,7 @@ import pytest
 import torch
 from functorch.compile import aot_module_simplified, make_boxed_func
 from torch import fx, nn
+from torch._guards import TracingContext
 
 from lowtide.runtime.compile.cutting import NoRegionsError, Piece
 from lowtide.runtime.compile.pieces import PieceFunction, forget_pieces
@@ -19,11 +20,13 @@ class Recording:
     def __init__(self) -> None:
         self.shapes: list[list[torch.Size]] = []
         self.devices: set[str] = set()
+        self.fixed: list[list[int]] = []
 
     def compiled_graph(self, graph, inputs):
         def forward_compiler(traced, _):
             placeholders = traced.graph.find_nodes(op="placeholder")
             self.shapes.append([node.meta["val"].shape for node in placeholders])
+            self.fixed.append(TracingContext.get().fw_metadata.static_input_indices)
             return make_boxed_func(traced.forward)
 
         self.devices.add(torch.rand(3).device.type)  # a compiler may try kernels on random inputs
@@ -103,6 +106,9 @@ def test_equal_pieces_share_what_is_compiled_and_no_others_do(weight) -> None:
     PieceFunction(piece_of(), compiler)([weight[None]], (weight[None],))  # one memory
     PieceFunction(piece_of(), compiler)([weight[None]], (weight.detach().clone()[None].requires_grad_(),))
     assert len(compiler.shapes) == 8
+    inside = torch.full((1 + WIDTH,), 2.0)
+    PieceFunction(piece_of(), compiler)([nn.Parameter(inside[1:])], (x,))  # begins where kernels read more slowly
+    assert len(compiler.shapes) == 9
 
 
 def test_compiling_sees_numbers_for_shapes_and_leaves_random_numbers_and_modes_alone(weight) -> None:
@@ -119,6 +125,14 @@ def test_compiling_sees_numbers_for_shapes_and_leaves_random_numbers_and_modes_a
     sizes = [size for shapes in compiler.shapes for shape in shapes for size in shape]
     assert len(sizes) == 6
     assert all(type(size) is int for size in sizes)
+
+
+def test_compiling_sees_which_inputs_are_parameters(weight) -> None:
+    compiler = Recording()
+    function = PieceFunction(piece_of(), compiler)
+    function([weight], (images(),))
+    function([weight], (weight,))  # torch takes equal inputs for one
+    assert compiler.fixed == [[0], []]
 
 
 def test_a_compiler_that_fails_is_said_and_memory_that_lacks_is_not_hidden(weight) -> None:

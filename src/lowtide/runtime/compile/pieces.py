@@ -23,6 +23,9 @@ from lowtide.runtime.compile.cutting import NoRegionsError, Piece
 # Compiled pieces that are kept for the next `fit`: those of a few models in all their variants.
 _MOST_KEPT = 512
 
+# Compilers look once at whether a parameter begins at a multiple of this in its storage.
+_ALIGNED_BYTES = 16
+
 _Function = Callable[..., tuple[torch.Tensor, ...]]
 _Entries = list[tuple[Any, _Function]]
 """Functions, each beside the settings of torch (gradients, autocast, precision, ...) that it was compiled under."""
@@ -68,7 +71,8 @@ def _compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Tensor])
     if piece.key is None:
         return _newly_compiled(piece, compiler, inputs)
     storages = [tensor.untyped_storage()._cdata if _is_strided(tensor) else id(tensor) for tensor in inputs]
-    key = piece.key, compiler, tuple(map(_form, inputs)), tuple(map(storages.index, storages))
+    are_aligned = tuple(map(_is_aligned, inputs))
+    key = piece.key, compiler, tuple(map(_form, inputs)), tuple(map(storages.index, storages)), are_aligned
     _kept[key] = entries = _kept.pop(key, [])
     while len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)
@@ -82,13 +86,28 @@ def _compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Tensor])
 def _newly_compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Tensor]) -> _Function:
     graph = fx.Graph()
     graph.output(graph.graph_copy(piece.module.graph, {}))
+    module = fx.GraphModule(piece.module, graph)
+    if len(set(map(id, inputs))) == len(inputs):  # else torch looks for where in the user's program the equal ones are
+        _mark_fixed(module, len(piece.fixed))
     try:
         with _as_dynamo_compiles(inputs):
-            return compiler.compiled_graph(fx.GraphModule(piece.module, graph), inputs)
+            return compiler.compiled_graph(module, inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler is a program of others: whatever it raises, it did not compile this
         raise NoRegionsError(f"compiling one failed: {error}") from error
+
+
+def _mark_fixed(module: fx.GraphModule, num_fixed: int) -> None:
+    """Say, as Dynamo does, that the first inputs are there in any case: they are saved for nothing, and stay where they
+    are. Compilers take all for activations otherwise, and save transposed or rounded weights in their place.
+    """
+    module.meta["dynamo_compile_id"] = None
+    module._param_name_to_source = {}  # type: ignore[assignment]
+    for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = None
+        if place < num_fixed:
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 @contextmanager
@@ -134,6 +153,10 @@ def _form(tensor: torch.Tensor) -> Hashable:
     """What a compiled function assumes of an input."""
     strides = tensor.stride() if _is_strided(tensor) else tensor.layout
     return tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return not _is_strided(tensor) or tensor.storage_offset() * tensor.element_size() % _ALIGNED_BYTES == 0
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from itertools import repeat
 from operator import attrgetter, is_
 from types import TracebackType
 from typing import Any, Protocol
@@ -198,10 +198,9 @@ class Plan:
         self._planner = planner
         self._replans = replan and planner is not None
         self._others: OrderedDict[Signature, Part] = OrderedDict()
-        self._parameters = list(model.parameters())
-        self._dtypes = list(map(_dtype, self._parameters))
         self._structure = Structure(model)
-        self._registered = self._structure.parameters()
+        self._note_parameters(self._structure.parameters())
+        self._dtypes = list(map(_dtype, self._parameters))
         self._parameter_bytes, self._has_larger_parameters = _num_bytes(self._parameters), False
         self._grads_resident = False
         self._ignores_settings = False
@@ -398,10 +397,13 @@ class Plan:
         self._check_parameters()
         self._check_optimizer()
         self._end_step()
-        self._choose_part(args, kwargs)
+        planned_for, signature = self._part, self._signature_of(args, kwargs)
+        self._choose_part(signature, args, kwargs)
         part = self._part
         self._num_ended = part.num_steps
-        checked = part.checked is None or part.checked.has_same_shapes(self._signature_of(args, kwargs))
+        if part is not planned_for:
+            signature = self._signature_of(args, kwargs)
+        checked = part.checked is None or part.checked.has_same_shapes(signature)
         self._steps.begin()
         steps = part.graphs or part.execution
         result = steps.call(plain, args, kwargs, with_variants=checked)
@@ -510,9 +512,7 @@ class Plan:
             return False
         if part.execution.weights is not None:  # they leave the device when a forward begins
             return False
-        # torch warns of whoever asks for the gradient of a result of other tensors (functional_call)
-        leaves = compress(self._parameters, map(_is_leaf, self._parameters))
-        if all(map(is_, map(_grad, leaves), repeat(None))):
+        if all(map(is_, map(_grad, self._leaves), repeat(None))):
             return False
         chain, largest = self.chain, max((p.numel() * p.element_size() for p in self._parameters), default=0)
         if chain is not None and not chain.grads_resident:
@@ -520,6 +520,12 @@ class Plan:
             peak_bytes = simulate(resident, self.schedule, bandwidth=part.bandwidth or None).peak_bytes
             part.grads_resident = peak_bytes + largest <= part.memory_budget
         return not part.grads_resident
+
+    def _note_parameters(self, registered: list[nn.Parameter | None]) -> None:
+        """Look at the model's parameters, which are others than at the last call."""
+        self._registered, self._parameters = registered, list(self.model.parameters())
+        # torch warns of whoever asks for the gradient of a result of other tensors (functional_call)
+        self._leaves = list(filter(_is_leaf, self._parameters))
 
     def _check_parameters(self) -> None:
         """Refuse a model that was moved, or has other parts: nothing measured holds for it."""
@@ -532,7 +538,7 @@ class Plan:
         registered = self._structure.parameters()
         if len(registered) != len(self._registered) or not all(map(is_, registered, self._registered)):
             self._check_moved(registered)
-            self._registered, self._parameters = registered, list(self.model.parameters())
+            self._note_parameters(registered)
             self._has_larger_parameters = _num_bytes(self._parameters) > self._parameter_bytes
         now = list(map(_dtype, self._parameters))
         if now == self._dtypes:
@@ -580,11 +586,11 @@ class Plan:
         signature = Signature.of(args, kwargs, self._part.execution.machine.device.type, trained)
         return replace(signature, settings=None) if self._ignores_settings else signature
 
-    def _choose_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _choose_part(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the part for a call the current one."""
         planned = self._part.signature
         if planned is not None:
-            self._choose_by_signature(planned, args, kwargs)
+            self._choose_by_signature(signature, planned, args, kwargs)
         try:
             self._plan_for_what_steps_showed(args, kwargs)
         except (
@@ -613,8 +619,9 @@ class Plan:
         elif self._planner is not None and self._has_larger_parameters:
             self._plan_again(Sample(args, kwargs), "parameters were replaced by larger ones", self._observed())
 
-    def _choose_by_signature(self, planned: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        signature = self._signature_of(args, kwargs)
+    def _choose_by_signature(
+        self, signature: Signature, planned: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._replans:
             signature, planned = signature.in_shapes_alone(), planned.in_shapes_alone()
         reason = signature.difference(planned)
