@@ -211,6 +211,9 @@ def test_rounding_is_no_difference_on_a_gpu_unless_algorithms_are_deterministic(
     assert checks.are_close(first, again)
     assert not checks.are_close(first, first * 1.01)
     assert not checks.are_close(torch.arange(3), torch.tensor([0, 1, 3]))
+    last = torch.rand(8, 4, 1, 1).to(memory_format=torch.channels_last)  # contiguous, and elements are 4 apart
+    assert checks.are_close(last, last.clone())
+    assert not checks.are_close(last, last.flip(0))
     torch.use_deterministic_algorithms(True)
     try:
         assert not checks.are_close(first, again)

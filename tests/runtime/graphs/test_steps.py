@@ -173,6 +173,19 @@ def test_what_a_forward_does_on_the_host_is_not_left_out(change, reason):
     assert any(reason in note for note in s.steps.notes)
 
 
+def sets_once(module: Keeping) -> None:
+    module.count = "known"
+
+
+def test_what_the_first_forward_alone_sets_is_left_as_it_is():
+    s = setting(nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(sets_once), nn.Linear(WIDTH, WIDTH)))
+    for _ in range(3):
+        s.step()
+    assert not s.steps.refusal
+    assert s.steps.num_replayed == 1
+    assert s.model[1].count == "known"
+
+
 @pytest.mark.parametrize("is_global", [True, False])
 def test_hooks_are_not_left_out(is_global):
     s, seen = setting(), []

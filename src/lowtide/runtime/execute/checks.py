@@ -345,7 +345,7 @@ def are_close(first: torch.Tensor, again: torch.Tensor) -> bool:
     With deterministic algorithms that is bit by bit. Without them some add up in another order each time; what
     `torch.testing` takes for rounding of a dtype is rounding here, too.
     """
-    if torch.equal(first.view(torch.uint8), again.view(torch.uint8)):
+    if torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (first, again))):
         return True
     if torch.are_deterministic_algorithms_enabled() or not (first.is_floating_point() or first.is_complex()):
         return False

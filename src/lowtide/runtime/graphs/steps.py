@@ -174,7 +174,7 @@ class GraphedSteps:
         changed = before.difference(now)
         if changed is None and addresses_of(self._model) != addresses:
             changed = "data of a parameter or buffer"
-        if changed is not None:
+        if changed is not None and watched.has_seen_one:  # what a first forward sets, later ones find
             refusal = refusal or (
                 f"the forward sets {changed!r}, which a graph cannot; return what it computes, or keep it in a buffer "
                 "that is written in place"
@@ -277,6 +277,11 @@ class _Watched:
         self.refusal = ""
         self.step: Replayable | None = None
         self.around_backward: Surroundings | None = None
+
+    @property
+    def has_seen_one(self) -> bool:
+        """Whether there was such a call before."""
+        return self._num_seen > 0
 
     @property
     def is_ready(self) -> bool:
