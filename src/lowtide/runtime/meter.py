@@ -220,13 +220,20 @@ class StepMeter:
 
     def close(self) -> int | None:
         """Count no longer; returns the peak, or None where it was not open."""
+        peak_bytes = self.peak_bytes
+        self.end()
+        _remove_ended()
+        return peak_bytes
+
+    def end(self) -> None:
+        """Count no longer, and leave the stack of modes as it is: also in a finalizer, which may come while somebody
+        changes that stack.
+        """
         account, self._account = self._account, None
         if account is not None:
             account.followers = [peak for peak in account.followers if peak is not self._peak]
             if self._is_own:
                 account.end()
-        _remove_ended()
-        return None if account is None else self._peak[0]
 
 
 def held_bytes() -> int:

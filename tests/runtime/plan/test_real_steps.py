@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 
 import lowtide
 from lowtide import Backward, Forward
+from lowtide.runtime import meter as meter_module
 from lowtide.runtime.measure.weights import optimizer_step_bytes
 from lowtide.runtime.meter import Meter, StepMeter
 from lowtide.runtime.plan import steps
@@ -653,6 +654,27 @@ def test_a_meter_that_is_closed_elsewhere_leaves_the_stack_later(where):
     assert later.open() is not None
     assert later.close() is not None
     assert not torch._C._len_torch_dispatch_stack()
+
+
+def test_a_plan_that_is_collected_while_a_meter_leaves_disturbs_nothing(monkeypatch):
+    model = deep()
+    watched = steps.RealSteps(model, torch.device("cpu"), 2**30)
+    watched.begin()
+    other = StepMeter()
+    other.open()
+    collected = [watched]
+    del watched
+
+    def stack():
+        modes = _get_current_dispatch_mode_stack()
+        collected.clear()  # a collection may come at any moment
+        return modes
+
+    monkeypatch.setattr(meter_module, "_get_current_dispatch_mode_stack", stack)
+    other.close()
+    other.close()
+    assert not _get_current_dispatch_mode_stack()
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_a_meter_counts_nothing_from_within_a_backward():

@@ -170,7 +170,7 @@ class RealSteps:
 def _ended(hook: Any, meter: StepMeter) -> None:
     """The plan is gone."""
     hook.remove()
-    meter.close()
+    meter.end()
 
 
 def drop_aborted_backward() -> None:
