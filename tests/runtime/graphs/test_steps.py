@@ -132,6 +132,7 @@ class Keeping(nn.Linear):
         self.change = change
         self.count = 0
         self.seen: list[float] = []
+        self.config = {"loss": None}
 
     def forward(self, x):
         self.change(self)
@@ -150,6 +151,14 @@ def replaces_data(module: Keeping) -> None:
     module.weight.data = module.weight.data.clone()
 
 
+def adds(module: Keeping) -> None:
+    setattr(module, f"step_{len(vars(module))}", 1)
+
+
+def sets_another_type(module: Keeping) -> None:
+    module.config["loss"] = "known" if module.config["loss"] is None else None
+
+
 def draws(module: Keeping) -> None:
     random.random()
 
@@ -159,6 +168,8 @@ def draws(module: Keeping) -> None:
     [
         (counts, "'1.count'"),
         (appends, "'1.seen'"),
+        (adds, "'1.step_"),
+        (sets_another_type, "'1.config.loss'"),
         (replaces_data, "data of a parameter"),
         (draws, "random numbers on the host"),
     ],

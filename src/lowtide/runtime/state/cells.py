@@ -198,6 +198,10 @@ class Layout:
         found = [(i, n, key) for i, (n, key) in enumerate(self._places) if self._registries[n] in _SETTABLE]
         return {f"{self._paths[n]}.{key}": i for i, n, key in found if n >= len(self._base) or key not in _REGISTRIES}
 
+    def kinds(self) -> dict[str, type]:
+        """The type of each value, by name."""
+        return {self.label(index).name: kind for index, kind in enumerate(self._types)}
+
     def path(self, number: int) -> str:
         """Where a container is."""
         return self._paths[number]
@@ -313,7 +317,9 @@ class Look:
         """The name of something that is not as it was, by a look that knew this one; None: all of it is."""
         layout = self.layout
         if now.layout is not layout:
-            return "attributes or hooks"
+            then, there = layout.kinds(), now.layout.kinds()
+            others = (name for name in {**there, **then} if then.get(name) is not there.get(name))
+            return next(others, "attributes or hooks")
         hidden = set(layout.hidden) if now.others else ()
         for index in now.others:
             one, other = self.values[index], now.values[index]
