@@ -205,15 +205,20 @@ def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_t
     assert len(sampled) == 70
 
 
+@pytest.mark.parametrize("size", [1, 3])  # of 1 it is contiguous, too, and elements are 4 apart
+def test_samples_of_any_layout_are_compared(size: int) -> None:
+    last = torch.rand(8, 4, size, size).to(memory_format=torch.channels_last)
+    assert checks.are_close(last, last.clone())
+    assert checks.are_close(last, last.clone(memory_format=torch.contiguous_format))
+    assert not checks.are_close(last, last.flip(0))
+
+
 def test_rounding_is_no_difference_on_a_gpu_unless_algorithms_are_deterministic() -> None:
     first = torch.rand(64)
     again = first * (1 + 1e-7)
     assert checks.are_close(first, again)
     assert not checks.are_close(first, first * 1.01)
     assert not checks.are_close(torch.arange(3), torch.tensor([0, 1, 3]))
-    last = torch.rand(8, 4, 1, 1).to(memory_format=torch.channels_last)  # contiguous, and elements are 4 apart
-    assert checks.are_close(last, last.clone())
-    assert not checks.are_close(last, last.flip(0))
     torch.use_deterministic_algorithms(True)
     try:
         assert not checks.are_close(first, again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -192,9 +193,21 @@ def test_what_the_first_forward_alone_sets_is_left_as_it_is():
     s = setting(nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(sets_once), nn.Linear(WIDTH, WIDTH)))
     for _ in range(3):
         s.step()
+    assert s.steps.num_replayed == 0  # two that set nothing come first
+    s.step()
     assert not s.steps.refusal
     assert s.steps.num_replayed == 1
     assert s.model[1].count == "known"
+
+
+def test_what_every_second_forward_sets_is_not_left_out():
+    turns = itertools.cycle([1, 0])
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(lambda module: counts(module) if next(turns) else None))
+    s = setting(model)
+    for _ in range(4):
+        s.step()
+    assert "'1.count'" in s.steps.refusal
+    assert model[1].count == 2
 
 
 @pytest.mark.parametrize("is_global", [True, False])

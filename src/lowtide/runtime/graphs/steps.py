@@ -26,7 +26,7 @@ from lowtide.units import format_bytes
 LOGGER = logging.getLogger("lowtide")
 
 # Steps that run as ever before one is captured: the first shows the executor what stages read, the second goes as all
-# later ones do. They also show which results get gradients.
+# later ones do. They also show which results get gradients. There is one more where a first forward sets something.
 _NUM_WATCHED = 2
 
 # Graphs that one part of a plan keeps, each for one signature of calls: enough for a few buckets of sequence lengths.
@@ -174,7 +174,10 @@ class GraphedSteps:
         changed = before.difference(now)
         if changed is None and addresses_of(self._model) != addresses:
             changed = "data of a parameter or buffer"
-        if changed is not None and watched.has_seen_one:  # what a first forward sets, later ones find
+        if changed is not None and watched.is_new and not refusal:  # what a first forward sets, later ones find
+            watched.is_new, self._look = False, now
+            return result
+        if changed is not None:
             refusal = refusal or (
                 f"the forward sets {changed!r}, which a graph cannot; return what it computes, or keep it in a buffer "
                 "that is written in place"
@@ -274,14 +277,11 @@ class _Watched:
         self._reached: set[int] = set()
         self._num_results = 0
         self._task: int | None = None
+        self.is_new = True
+        """Whether there was no such call before."""
         self.refusal = ""
         self.step: Replayable | None = None
         self.around_backward: Surroundings | None = None
-
-    @property
-    def has_seen_one(self) -> bool:
-        """Whether there was such a call before."""
-        return self._num_seen > 0
 
     @property
     def is_ready(self) -> bool:
@@ -296,6 +296,7 @@ class _Watched:
     def watch(self, result: Any) -> None:
         """See which tensors of a result get gradients."""
         tensors = tensors_of(result)
+        self.is_new = False
         self._num_seen += 1
         self._num_results = len(tensors)
         self._task = None

@@ -397,11 +397,11 @@ class Plan:
         self._check_parameters()
         self._check_optimizer()
         self._end_step()
-        planned_for, signature = self._part, self._signature_of(args, kwargs)
+        before, signature = self._part, self._signature_of(args, kwargs)
         self._choose_part(signature, args, kwargs)
         part = self._part
         self._num_ended = part.num_steps
-        if part is not planned_for:
+        if part is not before:
             signature = self._signature_of(args, kwargs)
         checked = part.checked is None or part.checked.has_same_shapes(signature)
         self._steps.begin()
