@@ -15,8 +15,8 @@ with the whole model compiled; `save_on_cpu`. lowtide is given each peer's measu
 claim is checked where the peers are, and further budgets for the curve; it measures a network once, so that setting up
 takes longest for the first of them. A step is forward and backward, without an optimizer. `--side-by-side` compiles
 in several processes at once, with nothing compiled before, and then measures each network alone. With `--graphs`
-compiled steps are replayed as CUDA graphs, those of peers too (`mode="reduce-overhead"`): a row of its own each, whose
-memory is what the graphs reserve.
+lowtide's steps are replayed as CUDA graphs, and those of compiled peers (`mode="reduce-overhead"`): a row of its own
+each, whose memory is what the graphs reserve.
 
 Writes peers-MACHINE.json and .md after every row, so that a run that is cut leaves whatever it had, and the figure
 at the end.
@@ -179,11 +179,11 @@ def lowtide_rows(
     run: Run, network: Network, made: tuple[nn.Module, dict[str, Any]], family: str, budgets: list[int | None]
 ) -> None:
     """Rows of lowtide at some budgets."""
-    options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0}
+    options: dict[str, Any] = {"strategy": "rotor", "bandwidth": 0, "cuda_graphs": run.graphs}
     if family == "lowtide compiled":
         options = run.compiled
     if family == "lowtide offloading":
-        options = {"strategy": "auto"}
+        options = {"strategy": "auto", "cuda_graphs": run.graphs}
     for budget in budgets:
         amount = "the least" if budget is None else harness.bytes_cell(budget)
         graphs = ", graphs," if options.get("cuda_graphs") else ""

@@ -366,12 +366,13 @@ def test_what_was_compiled_before_is_not_compiled_again(graphs, compiled, monkey
     assert len(run.cold) == (1 if graphs else 2)  # what setting up takes is compared without graphs
 
 
-def test_compiled_rows_with_graphs_are_rows_of_their_own_with_what_graphs_reserve(monkeypatch):
+def test_rows_with_graphs_are_rows_of_their_own_with_what_graphs_reserve(monkeypatch):
     given, rows = [], {}
     network = Network("one", "network one", None, None, 0)
     run = SimpleNamespace(memory_budgets=[], shares=(), backend="inductor", graphs=True, device=torch.device("cuda"))
     run.compiled = {"compile_stages": True, "cuda_graphs": True}
-    run.of = lambda _: [row("plain, compiled", "peer", 1.0, 100, compiled=True)]  # of a run that this one continues
+    known = [row("plain, compiled", "peer", 1.0, 100, compiled=True), row("plain, eager", "peer", 2.0, 200)]
+    run.of = lambda _: known  # of a run that this one continues
 
     def measured(row, kind, measure):
         measure(row)
@@ -399,6 +400,12 @@ def test_compiled_rows_with_graphs_are_rows_of_their_own_with_what_graphs_reserv
     peers.compiled_pass(run, network, (nn.Linear(1, 1), {}))
     assert given == [True, True]
     assert rows == {"plain, compiled, graphs": 120, "lowtide compiled, graphs, within 100 B": 90}
+    given.clear()
+    rows.clear()
+    monkeypatch.setattr(peers, "eager_peers", lambda *_: {})
+    peers.eager_pass(run, network, (nn.Linear(1, 1), {}))
+    assert given == [True]
+    assert rows == {"lowtide, graphs, within 200 B": 90}
 
 
 @pytest.mark.parametrize(("command", "given"), [(peers.main, []), (peer_compiling.main, ["gpt", "lowtide"])])
