@@ -335,11 +335,11 @@ def times():
     measured_times.cache_clear()
 
 
-@pytest.mark.parametrize("measures", [True, False])
+@pytest.mark.parametrize(("in_part", "together"), [(True, False), (True, True), (False, False)])
 @pytest.mark.usefixtures("times")
-def test_what_is_recomputed_takes_little_time(monkeypatch, measures: bool) -> None:
+def test_what_a_part_recomputes_takes_little_time(monkeypatch, in_part: bool, together: bool) -> None:
     """The second product calculates more for what it frees; a time says that the first one is slow."""
-    asked = []
+    asked, measures = [], in_part and not together  # several processes choose alike
 
     def seconds_of(node):
         asked.append(tuple(each.meta["val"].shape for each in node.args))
@@ -349,8 +349,9 @@ def test_what_is_recomputed_takes_little_time(monkeypatch, measures: bool) -> No
         return ((x @ first).sigmoid() @ second).sigmoid().sum()
 
     monkeypatch.setattr(op_times, "seconds_of", seconds_of)
+    monkeypatch.setattr(compiled_module, "is_distributed", lambda: together)
     saved = []
-    call = torch.compile(net, dynamic=False, backend=_backend({"backend": BACKEND}, 0.6, measures=measures))
+    call = torch.compile(net, dynamic=False, backend=_backend({"backend": BACKEND}, 0.6, in_part=in_part))
     generator = torch.Generator().manual_seed(0)
     x, first, second = (torch.randn(size, generator=generator) for size in ((256, 32), (32, 80), (80, 80)))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -390,24 +391,19 @@ def test_an_operation_of_unknown_size_takes_no_time() -> None:
     assert {op_times.seconds_of(node) for node in graph.nodes if node.op == "call_function"} == {0.0}
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "together", "measures"), [(1, False, True), (1, True, False), (2, False, False)]
-)
-def test_times_are_measured_for_a_part_of_a_model_that_trains_alone(
-    monkeypatch, num_stages: int, together: bool, measures: bool
-) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_only_the_whole_model_is_kept_in_part(monkeypatch, num_stages: int) -> None:
     asked, make = [], compiled_module._Compiler.__init__
 
     def making(self, *args, **more):
         make(self, *args, **more)
-        asked.append(more.get("measures", False))
+        asked.append(more.get("in_part", False))
 
     monkeypatch.setattr(compiled_module._Compiler, "__init__", making)
-    monkeypatch.setattr(compiled_module, "is_distributed", lambda: together)
     model = Net()
     split = capture(model, batches()[0], blocks=True).with_at_most(num_stages)
     Compilation({"dynamic": False, "backend": BACKEND}, (0.5,), regions=True).of(model, split).remove()
-    assert any(asked) == measures
+    assert any(asked) == (num_stages == 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -150,10 +150,9 @@ class CompiledRegions:
             # What crosses from one region to the next is laid out as they compute with it.
             rest = {key: value for key, value in options.items() if key != "mode"}
             inside = {**rest, "options": {**_inductor_options(options), "keep_output_stride": False}}
-        # Variants that were checked, and those that several processes compile, have to be the same each time.
-        measures = split.num_stages == 1 and not is_distributed()
+        in_part = split.num_stages == 1
         compilers = tuple(
-            [_Compiler(each), *(_Compiler(each, b, measures=measures) for b in budgets)] for each in (inside, options)
+            [_Compiler(each), *(_Compiler(each, b, in_part=in_part) for b in budgets)] for each in (inside, options)
         )
         self.choice = VariantChoice(("", *map(variant_name, budgets)))
         stages = {k: stage for k, stage, _, module in _units_to_compile(model, split) if _has_parts(module)}
@@ -422,14 +421,15 @@ class _Compiler:
     Args:
         options: for `torch.compile`.
         budget: the `activation_memory_budget` in force; None: the one that is.
-        measures: whether what is recomputed for it is chosen by measured times.
+        in_part: whether it is a model as one region that keeps a part. What is recomputed is then chosen by measured
+            times, and kept short by milestones.
     """
 
-    def __init__(self, options: Mapping[str, Any], budget: float | None = None, *, measures: bool = False) -> None:
+    def __init__(self, options: Mapping[str, Any], budget: float | None = None, *, in_part: bool = False) -> None:
         self._options = dict(options)
         self._budget = budget
-        self._measures = measures
-        self._key = self._options, budget, measures
+        self._in_part = in_part
+        self._key = self._options, budget, in_part
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Compiler):
@@ -455,7 +455,7 @@ class _Compiler:
         return function
 
     def _backend(self) -> Callable[..., Any]:
-        return _backend(self._options, self._budget, measures=self._measures)
+        return _backend(self._options, self._budget, in_part=self._in_part)
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -475,7 +475,7 @@ def _compiled_function(kind: Hashable, compiler: _Compiler, function: Callable[.
     return compiler.compiled(FunctionType(function.__code__.replace(), function.__globals__, "stage"))
 
 
-def _backend(options: Mapping[str, Any], budget: float | None, *, measures: bool = False) -> Callable[..., Any]:
+def _backend(options: Mapping[str, Any], budget: float | None, *, in_part: bool = False) -> Callable[..., Any]:
     """The backend that the options name, with the budget, if there is one, in force whenever it compiles."""
     named = options.get("backend", "inductor")
     settings: dict[str, Any] = {}
@@ -492,9 +492,11 @@ def _backend(options: Mapping[str, Any], budget: float | None, *, measures: bool
         if share is None:
             return backend(graph, inputs, **settings, **more)
         if named == "inductor":
-            settings["config_patches"] = {**_passes(), **settings["config_patches"]}
+            settings["config_patches"] = {**_passes(milestones=in_part), **settings["config_patches"]}
             share = max(share, _NEXT_TO_NOTHING)
-        with config.patch(activation_memory_budget=share, **(_times() if measures else {})):
+        # Variants that were checked, and those that several processes compile, have to be the same each time.
+        times = _times() if in_part and not is_distributed() else {}
+        with config.patch(activation_memory_budget=share, **times):
             return backend(graph, inputs, **settings, **more)
 
     return compile_graph
@@ -509,14 +511,14 @@ def _times() -> dict[str, Any]:
     return {} if found is None else {name: found}
 
 
-def _passes() -> dict[str, Any]:
+def _passes(*, milestones: bool) -> dict[str, Any]:
     """What inductor is told beside options, so that a function that keeps less recomputes nothing that would be
-    something else; not where there is a pass of the user's.
+    something else, and with milestones little at once; not where there is a pass of the user's.
     """
     from torch._inductor import config
 
     name = "joint_custom_post_pass"
-    return {name: pass_that_marks()} if getattr(config, name, True) is None else {}
+    return {name: pass_that_marks(milestones=milestones)} if getattr(config, name, True) is None else {}
 
 
 def _inductor_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lowtide.runtime.compile.milestones import mark_milestones
+
 # An operation that drops nothing draws nothing, though its kind does: attention, above all.
 _SHARES = ("dropout_p", "p")
 
@@ -33,16 +35,24 @@ _ADD_INTO_PLACES = ("scatter_add", "scatter_reduce", "index_add", "index_reduce"
 
 
 @functools.cache
-def pass_that_marks() -> Any:
-    """A pass over the graph of forward and backward, after which inductor decides what to save."""
+def pass_that_marks(*, milestones: bool = False) -> Any:
+    """A pass over the graph of forward and backward, after which inductor decides what to save.
+
+    Args:
+        milestones: whether it also marks those that keep short what is recomputed at once.
+    """
+    from torch._functorch import config
     from torch._inductor.custom_graph_pass import CustomGraphPass  # importing it takes seconds
 
     class MarksWhatMustBeSaved(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             mark(graph)
+            if milestones:
+                mark_milestones(graph, config.activation_memory_budget)
 
         def uuid(self) -> str:
-            return "lowtide.must_save.2"  # another one where it does something else: what is compiled is kept on disk
+            # Another one where it does something else: what is compiled is kept on disk.
+            return "lowtide.must_save.2" + (", milestones.1" if milestones else "")
 
     return MarksWhatMustBeSaved()
 

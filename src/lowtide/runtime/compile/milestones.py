@@ -1,0 +1,167 @@
+"""Has a compiler save, every so often, a value that everything after it is computed from.
+
+Where a compiler may keep only a share of what a function saves, it recomputes what is cheap, such as the sums of a
+residual stream. But each of these is computed from the one before. So backward, which begins with the last block, first
+recomputes the stream from its beginning, and all of it is there at once, beside everything that was saved: for
+ResNet-101 at half of what it saves, another 45 %. If such a value is saved now and then, what is recomputed at once is
+short. That pays most near the end of a network: when backward has come to its beginning, most has been freed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+# Of the largest value: a smaller one may pass a milestone (statistics, tables, masks). As where stages are cut.
+_SMALL = 0.01
+
+_NUM_HALVINGS = 20  # to a millionth of what is saved
+
+
+def mark_milestones(graph: fx.Graph, share: float) -> None:
+    """Mark some of a network's milestones as to be saved; not what is marked already.
+
+    Args:
+        graph: of forward and backward.
+        share: of what it saves by itself, that may be saved.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    forward = _forward(graph)
+    milestones = _milestones(forward)
+    saved = {
+        _owner(each) for node in graph.nodes if node not in forward for each in node.all_input_nodes if each in forward
+    }
+    ends, num_bytes, places = [], 0, set(milestones[1:])
+    for node in forward:
+        if node in places:
+            ends.append(num_bytes)
+        num_bytes += _num_bytes(node) if node in saved else 0
+    for place in worth_saving([_num_bytes(node) for node in milestones], [*ends, num_bytes], share):
+        milestones[place].meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def worth_saving(sizes: Sequence[int], ends: Sequence[int], share: float) -> list[int]:
+    """Which milestones to save, so that backward takes the least at once.
+
+    When backward comes to a milestone, what was saved before is there, all saved milestones are, and what is recomputed
+    from the last of them up to here: the milestones in between, and the rest but for what is saved of it.
+
+    Args:
+        sizes: bytes of the milestones, in order.
+        ends: the bytes that a function saves by itself before the milestone after each one, the last: at all.
+        share: of these, that are saved.
+
+    Returns:
+        their places in the order.
+
+    Example:
+        >>> worth_saving([10] * 9, [20, 40, 60, 80, 100, 120, 140, 160, 180], 0.5)
+        [4, 7, 8]
+    """
+    if not sizes:
+        return []
+    least, most = share * ends[-1], float(ends[-1] + sum(sizes))
+    found: list[int] = []
+    for _ in range(_NUM_HALVINGS):
+        limit = (least + most) / 2
+        places = _saved_within(limit, sizes, ends, share)
+        if places is None:
+            least = limit
+        else:
+            most, found = limit, places
+    return found
+
+
+def _saved_within(limit: float, sizes: Sequence[int], ends: Sequence[int], share: float) -> list[int] | None:
+    """The milestones to save, as late as can be, where backward may take so much; None: that cannot be."""
+    places: list[int] = []
+    saved_bytes, between, start = 0, 0, 0
+    for place, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+        between += size
+        rest = max(0, end - start - between)
+        if share * end + saved_bytes + between + (1 - share) * rest > limit:
+            places.append(place)
+            saved_bytes, between, start = saved_bytes + size, 0, ends[place - 1] if place else 0
+    return places if share * ends[-1] + saved_bytes + between <= limit else None
+
+
+def _forward(graph: fx.Graph) -> dict[fx.Node, None]:
+    """What forward computes, in order, from numbers with a fraction: gradients may flow through it."""
+    late, flows = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            (late if "tangents" in str(node.target) else flows if _is_fraction(node) else set()).add(node)
+        elif node.op != "output":
+            late |= {node} if any(each in late for each in inputs) else set()
+            flows |= {node} if any(each in flows for each in inputs) else set()
+    waiting = [node for node in graph.output_node().all_input_nodes if node not in late]
+    needed = set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in needed and node.op != "placeholder":
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return {node: None for node in graph.nodes if node in needed and node in flows}
+
+
+def _milestones(forward: dict[fx.Node, None]) -> list[fx.Node]:
+    """The values from which, each alone, everything after them is computed, but for small ones."""
+    last_reader = {_owner(each): node for node in forward for each in node.all_input_nodes if each in forward}
+    enough = _SMALL * max(map(_num_bytes, forward), default=0)
+    alive, found = dict[fx.Node, None](), list[fx.Node]()
+    ending: dict[fx.Node, list[fx.Node]] = {}
+    for node, reader in last_reader.items():
+        ending.setdefault(reader, []).append(node)
+    for node in forward:
+        if node in last_reader and _num_bytes(node) > enough:
+            alive[node] = None
+        for each in ending.get(node, ()):
+            alive.pop(each, None)
+        if len(alive) == 1:
+            (only,) = alive
+            if isinstance(only.meta.get("val"), torch.Tensor) and only not in found[-1:]:
+                found[-1:] = [only] if found and _is_made_of(only, found[-1]) else [*found[-1:], only]
+    return found
+
+
+def _is_made_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a value is another one, of the same size, entry by entry and with nothing else that is large."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return False
+    large = {_owner(each) for each in node.all_input_nodes if each.op != "placeholder" and not _is_small(each, node)}
+    return large == {other} and _num_bytes(node) == _num_bytes(other)
+
+
+def _is_small(node: fx.Node, beside: fx.Node) -> bool:
+    return _num_bytes(node) <= _SMALL * _num_bytes(beside)
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node whose memory a node shows: a view's, or one of several results'."""
+    while node.op == "call_function" and (node.target is operator.getitem or _is_view(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(each.alias_info for each in target._schema.returns)
+
+
+def _is_fraction(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() for tensor in _tensors(node))
+
+
+def _num_bytes(node: fx.Node) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> Iterator[Any]:
+    return (leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,158 @@
+"""Values that a compiler saves so that little is recomputed at once: which, and what that changes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+from tests.looping import looped
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lowtide.runtime.compile.milestones import mark_milestones, worth_saving
+from lowtide.runtime.meter import Meter
+
+NUM_BLOCKS = 12
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+
+
+class Block(nn.Module):
+    """What it adds to the stream is a product; the rest is cheap to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, mask):
+        return x + self.linear(torch.tanh(self.norm(x))) * mask
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x):
+        mask = (
+            torch.arange(x.numel()).view_as(x) % 3 != 0
+        ).float()  # all blocks read it, and no gradient flows through
+        for block in self.blocks:
+            x = block(x, mask)
+        return x.square().mean()
+
+
+def as_run(graph: fx.GraphModule, _):
+    def run(args):
+        given = list(args)
+        args.clear()  # as compiled functions do: what nobody else holds is freed on the way
+        return fx.Interpreter(graph).boxed_run(given)
+
+    run._boxed_call = True
+    return run
+
+
+def backend(*, marks: bool, graphs: list[fx.Graph]):
+    """The partitioner that inductor uses, with graphs run operation by operation."""
+
+    def partition(joint, inputs, **more):
+        if marks:
+            mark_milestones(joint.graph, config.activation_memory_budget)
+        graphs.append(joint.graph)
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **more)
+
+    return aot_autograd(fw_compiler=as_run, bw_compiler=as_run, partition_fn=partition)
+
+
+def step(share: float, *, marks: bool, model: nn.Module | None = None) -> tuple[int, list[torch.Tensor], list[fx.Node]]:
+    """What backward takes at the most, the gradients, and what was marked."""
+    model, graphs = model or Net(), []
+    x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    with config.patch(activation_memory_budget=share):
+        compiled = torch.compile(model, dynamic=False, backend=backend(marks=marks, graphs=graphs))
+        compiled(x).backward()
+        model.zero_grad()
+        gc.collect()
+        with Meter(torch.device("cpu")) as meter:
+            compiled(x).backward()
+    marked = [node for node in graphs[0].nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    return meter.peak_bytes, [parameter.grad for parameter in model.parameters()], marked
+
+
+def test_less_is_there_at_once_with_the_same_gradients() -> None:
+    _, expected, _ = step(1.0, marks=False)
+    for share in (0.3, 0.2):
+        without, _, _ = step(share, marks=False)
+        peak, found, marked = step(share, marks=True)
+        assert marked
+        assert {node.meta["val"].shape for node in marked} == {torch.Size((512, WIDTH))}
+        assert peak < 0.85 * without
+        assert all(map(torch.equal, found, expected))
+
+
+def test_two_streams_have_no_milestones_but_at_their_ends_and_marks_stay() -> None:
+    class TwoStreams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+        def forward(self, x):
+            y = torch.tanh(x)
+            for layer in self.layers:
+                x, y = x + torch.tanh(layer(y)), y + torch.tanh(layer(x))
+            return (x * y).mean()
+
+    assert {node.target.name() for node in step(0.2, marks=True, model=TwoStreams())[2]} <= {
+        "aten::tanh",
+        "aten::mul.Tensor",
+    }
+    graphs: list[fx.Graph] = []
+    model = Net()
+    torch.compile(model, dynamic=False, backend=backend(marks=False, graphs=graphs))(torch.randn(512, WIDTH)).backward()
+    for node in graphs[0].nodes:
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    mark_milestones(graphs[0], 0.5)
+    assert {node.meta["recompute"] for node in graphs[0].nodes} == {CheckpointPolicy.PREFER_RECOMPUTE}
+
+
+def taken(places, sizes, ends, share) -> float:
+    """What backward takes at the most where some milestones are saved, one piece after the other."""
+    most, saved_bytes = share * ends[-1] + sum(sizes[place] for place in places), 0
+    for first, last in itertools.pairwise([-1, *places, len(sizes)]):
+        between = 0
+        start = ends[first - 1] if first > 0 else 0
+        for place in range(first + 1, last):
+            between += sizes[place]
+            rest = max(0, ends[place] - start - between)
+            most = max(
+                most,
+                share * ends[place] + saved_bytes + (sizes[first] if first >= 0 else 0) + between + (1 - share) * rest,
+            )
+        saved_bytes += sizes[first] if first >= 0 else 0
+    return most
+
+
+@looped("seed", range(40))
+def test_no_other_choice_takes_less(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([1, 2, 5, 10]) for _ in range(draw.randint(1, 9))]
+    ends = list(itertools.accumulate(size + draw.randint(0, 20) for size in sizes))
+    share = draw.choice([0.1, 0.3, 0.5, 0.8])
+    choices = (c for n in range(len(sizes) + 1) for c in itertools.combinations(range(len(sizes)), n))
+    least = min(taken(choice, sizes, ends, share) for choice in choices)
+    assert taken(worth_saving(sizes, ends, share), sizes, ends, share) <= 1.1 * least
