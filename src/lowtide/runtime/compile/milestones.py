@@ -62,7 +62,7 @@ def worth_saving(sizes: Sequence[int], ends: Sequence[int], share: float) -> lis
 
     Example:
         >>> worth_saving([10] * 9, [20, 40, 60, 80, 100, 120, 140, 160, 180], 0.5)
-        [4, 7, 8]
+        [5, 8]
     """
     if not sizes:
         return []
@@ -79,16 +79,31 @@ def worth_saving(sizes: Sequence[int], ends: Sequence[int], share: float) -> lis
 
 
 def _saved_within(limit: float, sizes: Sequence[int], ends: Sequence[int], share: float) -> list[int] | None:
-    """The milestones to save, as late as can be, where backward may take so much; None: that cannot be."""
-    places: list[int] = []
-    saved_bytes, between, start = 0, 0, 0
-    for place, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        between += size
-        rest = max(0, end - start - between)
-        if share * end + saved_bytes + between + (1 - share) * rest > limit:
-            places.append(place)
-            saved_bytes, between, start = saved_bytes + size, 0, ends[place - 1] if place else 0
-    return places if share * ends[-1] + saved_bytes + between <= limit else None
+    """The milestones to save, of the fewest bytes, where backward may take so much; None: that cannot be."""
+    nowhere, end = -1, len(sizes)
+    saved_bytes, before = {nowhere: 0}, dict[int, int]()
+    for last in (nowhere, *range(end)):  # the last saved one so far
+        if last not in saved_bytes:
+            continue
+        saved, own = saved_bytes[last], sizes[last] if last != nowhere else 0
+        between, start = -own, ends[last - 1] if last > 0 else 0
+        for place in range(max(last, 0), end):
+            between += sizes[place]
+            rest = max(0, ends[place] - start - own - between)
+            if share * ends[place] + saved + between + (1 - share) * rest > limit:
+                break
+            there = saved + (sizes[place + 1] if place + 1 < end else 0)
+            if there < saved_bytes.get(place + 1, there + 1):  # the next one to save, or the end
+                saved_bytes[place + 1], before[place + 1] = there, last
+        if last == nowhere:
+            saved_bytes[0], before[0] = sizes[0], nowhere
+    if end not in saved_bytes or share * ends[-1] + saved_bytes[end] > limit:
+        return None
+    places, place = list[int](), before[end]
+    while place != nowhere:
+        places.append(place)
+        place = before[place]
+    return places[::-1]
 
 
 def _forward(graph: fx.Graph) -> dict[fx.Node, None]:
