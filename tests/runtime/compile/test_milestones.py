@@ -15,6 +15,8 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lowtide.runtime.compile import must_save
+from lowtide.runtime.compile.compiled import _backend
 from lowtide.runtime.compile.milestones import mark_milestones, worth_saving
 from lowtide.runtime.meter import Meter
 
@@ -152,3 +154,19 @@ def test_no_other_choice_takes_less(seed: int) -> None:
     choices = (c for n in range(len(sizes) + 1) for c in itertools.combinations(range(len(sizes)), n))
     least = min(taken(choice, sizes, ends, share) for choice in choices)
     assert taken(worth_saving(sizes, ends, share), sizes, ends, share) <= 1.001 * least
+
+
+@pytest.mark.parametrize("in_part", [True, False])
+def test_a_part_of_a_model_has_them_and_variants_of_stages_do_not(monkeypatch, in_part: bool) -> None:
+    """With the share that is compiled for; and what was compiled with them is not taken for what was not."""
+    asked, passes = [], []
+    monkeypatch.setattr(must_save, "mark_milestones", lambda graph, share: asked.append(share))
+
+    def compiled(graph, inputs, *, config_patches):
+        passes.append(config_patches["joint_custom_post_pass"])
+        passes[-1](graph)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: compiled)
+    _backend({"backend": "inductor"}, 0.5, in_part=in_part)(fx.Graph(), [])
+    assert asked == [0.5] * in_part
+    assert ("milestones" in passes[0].uuid()) == in_part
