@@ -3,8 +3,8 @@
 Where a compiler may keep only a share of what a function saves, it recomputes what is cheap, such as the sums of a
 residual stream. But each of these is computed from the one before. So backward, which begins with the last block, first
 recomputes the stream from its beginning, and all of it is there at once, beside everything that was saved: for
-ResNet-101 at half of what it saves, more than another third. If such a value is saved now and then, what is recomputed at once is
-short. That pays most near the end of a network: when backward has come to its beginning, most has been freed.
+ResNet-101 at half of what it saves, more than another third. If such a value is saved now and then, what is recomputed
+at once is short. That pays most near the end of a network: when backward has come to its beginning, most has been freed.
 """
 
 from __future__ import annotations
