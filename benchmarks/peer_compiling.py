@@ -169,7 +169,7 @@ def add_lowtide_arguments(parser: Parser) -> None:
     """`--variants`, `--regions` and `--graphs`."""
     parser.add_argument("--variants", choices=("on", "off", "rounding"), default="on", help="of compiled stages")
     parser.add_argument("--regions", choices=("on", "off", "auto"), help="compile in regions; default: as fit does")
-    parser.add_argument("--graphs", action="store_true", help="replay lowtide's steps as CUDA graphs, and compiled peers'")
+    parser.add_argument("--graphs", action="store_true", help="replay steps as CUDA graphs, also compiled peers'")
 
 
 def refuse_graphs_without_cuda(arguments: Any) -> None:

@@ -4,7 +4,7 @@ Where a compiler may keep only a share of what a function saves, it recomputes w
 residual stream. But each of these is computed from the one before. So backward, which begins with the last block, first
 recomputes the stream from its beginning, and all of it is there at once, beside everything that was saved: for
 ResNet-101 at half of what it saves, more than another third. If such a value is saved now and then, what is recomputed
-at once is short. That pays most near the end of a network: when backward has come to its beginning, most has been freed.
+at once is short. That pays most near the end of a network: when backward comes to its beginning, most has been freed.
 """
 
 from __future__ import annotations
