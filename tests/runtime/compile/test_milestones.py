@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.runtime.compile import must_save
 from lowtide.runtime.compile.compiled import _backend
-from lowtide.runtime.compile.milestones import mark_milestones, worth_saving
+from lowtide.runtime.compile.milestones import _forward, _milestones, mark_milestones, worth_saving
 from lowtide.runtime.meter import Meter
 
 NUM_BLOCKS = 12
@@ -43,15 +43,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
 
     def forward(self, x):
-        mask = (
-            torch.arange(x.numel()).view_as(x) % 3 != 0
-        ).float()  # all blocks read it, and no gradient flows through
+        mask = (torch.arange(x.numel()).view_as(x) % 3 != 0).float()  # for all blocks; no gradient flows through
         for block in self.blocks:
             x = block(x, mask)
         return x.square().mean()
@@ -79,9 +77,20 @@ def backend(*, marks: bool, graphs: list[fx.Graph]):
     return aot_autograd(fw_compiler=as_run, bw_compiler=as_run, partition_fn=partition)
 
 
-def step(share: float, *, marks: bool, model: nn.Module | None = None) -> tuple[int, list[torch.Tensor], list[fx.Node]]:
-    """What backward takes at the most, the gradients, and what was marked."""
-    model, graphs = model or Net(), []
+def joint_graph_of(model: nn.Module) -> fx.Graph:
+    graphs: list[fx.Graph] = []
+    torch._dynamo.reset()
+    torch.compile(model, dynamic=False, backend=backend(marks=False, graphs=graphs))(torch.randn(512, WIDTH)).backward()
+    return graphs[0]
+
+
+def milestones_of(model: nn.Module) -> list[fx.Node]:
+    return _milestones(_forward(joint_graph_of(model)))
+
+
+def step(share: float, *, marks: bool) -> tuple[int, list[torch.Tensor], list[fx.Node]]:
+    """What a step takes at the most, the gradients, and what was marked."""
+    model, graphs = Net(), []
     x = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
     with config.patch(activation_memory_budget=share):
@@ -119,17 +128,33 @@ def test_two_streams_have_no_milestones_but_at_their_ends_and_marks_stay() -> No
                 x, y = x + torch.tanh(layer(y)), y + torch.tanh(layer(x))
             return (x * y).mean()
 
-    assert {node.target.name() for node in step(0.2, marks=True, model=TwoStreams())[2]} <= {
-        "aten::tanh",
-        "aten::mul.Tensor",
-    }
-    graphs: list[fx.Graph] = []
-    model = Net()
-    torch.compile(model, dynamic=False, backend=backend(marks=False, graphs=graphs))(torch.randn(512, WIDTH)).backward()
-    for node in graphs[0].nodes:
+    assert [node.name for node in milestones_of(TwoStreams())] == ["tanh", "mul"]
+    graph = joint_graph_of(Net())
+    for node in graph.nodes:
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    mark_milestones(graphs[0], 0.5)
-    assert {node.meta["recompute"] for node in graphs[0].nodes} == {CheckpointPolicy.PREFER_RECOMPUTE}
+    mark_milestones(graph, 0.2)
+    assert {node.meta["recompute"] for node in graph.nodes} == {CheckpointPolicy.PREFER_RECOMPUTE}
+
+
+def test_each_block_has_one_whatever_its_forms_and_what_is_small_beside_it() -> None:
+    """A sum, the sum rectified and a view of that are one; a table with a gradient, which all blocks read, is small."""
+
+    class Rectified(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Parameter(torch.ones(WIDTH))
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+        def forward(self, x):
+            table = self.table.exp()
+            for layer in self.layers:
+                x = torch.relu(x + torch.tanh(layer(x)) * table).view(512, WIDTH)
+            return x.square().mean()
+
+    found = milestones_of(Rectified())
+    assert [node.name for node in found[:-1]] == ["relu", *(f"relu_{k}" for k in range(1, 5))]
+    assert found[-1].meta["val"].shape == (512, WIDTH)  # the last one, squared
 
 
 def taken(places, sizes, ends, share) -> float:

@@ -10,7 +10,7 @@ at once is short. That pays most near the end of a network: when backward comes 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,14 +108,10 @@ def _saved_within(limit: float, sizes: Sequence[int], ends: Sequence[int], share
 
 def _forward(graph: fx.Graph) -> dict[fx.Node, None]:
     """What forward computes, in order, from numbers with a fraction: gradients may flow through it."""
-    late, flows = set[fx.Node](), set[fx.Node]()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "placeholder":
-            (late if "tangents" in str(node.target) else flows if _is_fraction(node) else set()).add(node)
-        elif node.op != "output":
-            late |= {node} if any(each in late for each in inputs) else set()
-            flows |= {node} if any(each in flows for each in inputs) else set()
+    placeholders = graph.find_nodes(op="placeholder")
+    gradients = [node for node in placeholders if "tangents" in str(node.target)]  # as partitioners tell them
+    late = _made_of(gradients, graph)
+    flows = _made_of([node for node in placeholders if node not in late and _is_fraction(node)], graph)
     waiting = [node for node in graph.output_node().all_input_nodes if node not in late]
     needed = set[fx.Node]()
     while waiting:
@@ -124,6 +120,15 @@ def _forward(graph: fx.Graph) -> dict[fx.Node, None]:
             needed.add(node)
             waiting += node.all_input_nodes
     return {node: None for node in graph.nodes if node in needed and node in flows}
+
+
+def _made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """Some nodes, and all that is computed with them."""
+    found = set(nodes)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _milestones(forward: dict[fx.Node, None]) -> list[fx.Node]:
@@ -142,11 +147,11 @@ def _milestones(forward: dict[fx.Node, None]) -> list[fx.Node]:
         if len(alive) == 1:
             (only,) = alive
             if isinstance(only.meta.get("val"), torch.Tensor) and only not in found[-1:]:
-                found[-1:] = [only] if found and _is_made_of(only, found[-1]) else [*found[-1:], only]
+                found[-1:] = [only] if found and _is_another_form(only, found[-1]) else [*found[-1:], only]
     return found
 
 
-def _is_made_of(node: fx.Node, other: fx.Node) -> bool:
+def _is_another_form(node: fx.Node, other: fx.Node) -> bool:
     """Whether a value is another one, of the same size, entry by entry and with nothing else that is large."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
