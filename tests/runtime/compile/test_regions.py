@@ -641,7 +641,7 @@ def planning_for(budget: int = 2**30, **others) -> compiling.CompiledPlanning:
 
 
 TOO_LITTLE = lowtide.InfeasibleBudgetError("no", minimum_bytes=2**31)
-JOINT = (None, None)
+JOINT, PART = (None, None), object()
 
 
 @pytest.mark.parametrize(
@@ -704,23 +704,76 @@ def four_stages(seconds: float) -> lowtide.Chain:
     )
 
 
-@pytest.mark.parametrize("regions", [True, False])
-def test_ways_are_known_by_the_sum_of_their_stages(monkeypatch, regions: bool) -> None:
+def test_blocks_that_many_share_are_known_by_the_sum_of_their_stages(monkeypatch) -> None:
     asked = []
 
     def measured(model, sample, settings):
         asked.append(settings.compilation)
-        is_faster = settings.compilation.regions == regions
-        return None, (four_stages(1.0 if is_faster else 2.0), _Compiled(settings.compilation.regions))
+        return None, (four_stages(1.0), _Compiled(regions=False))
 
     monkeypatch.setattr(compiling, "measured_for", measured)
-    ways = planning_for(4000)._ways(None)
-    assert [each.regions for each in asked] == [True, False]
-    assert not any(each.budgets for each in asked)
-    singles = [(way.seconds, way.regions) for way in ways if way.joint is None]
-    assert singles == [(8.0, regions), (math.inf, not regions)]  # the faster one gets the variants
-    (joint,) = [way for way in ways if way.joint]
-    assert joint.seconds > (8.0 if regions else 16.0)
+    planning = planning_for(4000)
+    part = compiling._Way(99.0, True, part=PART)
+    planning._in_part = lambda whole: [part]
+    ways = planning._ways(None)
+    assert [(each.regions, each.budgets) for each in asked] == [(False, ())]
+    assert [(way.seconds, way.regions, way.part) for way in ways] == [
+        (8.0, False, None),
+        (pytest.approx(8.4), True, PART),  # as long as that, and what is computed again
+        (math.inf, True, None),
+    ]
+
+
+@pytest.mark.parametrize(("num_alike", "after"), [(2, ["blocks", "regions"]), (1, ["regions", "blocks"])])
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("budget", [4500, 3500])
+def test_blocks_that_few_share_come_after_one_large_way(monkeypatch, num_alike, after, is_known, budget) -> None:
+    """Where the whole model was not compiled, only the one with the least to compute again."""
+    monkeypatch.setattr(compiling, "measured_for", None)  # nothing is compiled to order them
+    planning = planning_for(budget)
+    planning._num_alike, planning._eager = num_alike, (None, four_stages(1.0))
+    planning._in_part = lambda whole: [compiling._Way(8.6, True, part=PART)]
+    joint = lowtide.solve(four_stages(1.0), memory_budget=budget, strategy="rotor", manage_weights=False).seconds
+    assert (joint < 8.6) == (budget == 4500)
+    whole = _Planned(8.0)
+    whole.split, whole.chain, whole.unknown_bytes = None, four_stages(1.0), 0
+    ways = planning._ways(whole if is_known else None)
+    large = [("joint", joint), ("part", 8.6)]
+    large = large if budget == 4500 else large[::-1]
+    if not is_known:
+        large[1] = (large[1][0], math.inf)
+    names = ["joint" if way.joint else "part" if way.part else "regions" if way.regions else "blocks" for way in ways]
+    assert [(name, way.seconds) for name, way in zip(names, ways, strict=True)][:2] == large
+    assert names[2:] == after
+    assert [way.is_known for way in ways[2:]] == [num_alike == 1, True]
+
+
+@pytest.mark.parametrize(("each", "tried"), [(1.0, ["part"]), (0.5, ["part", "blocks"])])
+def test_variants_of_few_blocks_are_compiled_where_without_them_they_are_faster(monkeypatch, each, tried) -> None:
+    part, blocks, seen = _Compiled(), _Compiled(regions=False), []
+
+    def measured(model, sample, settings):
+        assert settings.compilation.channels_last is False  # the layout is not tried
+        assert not part.is_installed
+        return None, (four_stages(each), blocks)
+
+    monkeypatch.setattr(compiling, "measured_for", measured)
+    planning = planning_for()
+    planning._ways = lambda whole: [
+        compiling._Way(0.0, True, part=PART),
+        compiling._Way(0.0, False, is_known=False),
+        compiling._Way(math.inf, True),
+    ]
+
+    def found(way, most_seconds, *, accepts):
+        seen.append("part" if way.part else "blocks")
+        return _Planned(8.2), part if way.part else _Compiled()
+
+    planning._found = found
+    assert planning._the_faster_that_fits(None)[1] is part
+    assert seen == tried
+    assert part.is_installed
+    assert not blocks.is_installed
 
 
 def test_ways_are_known_by_steps_that_store_everything_where_there_are_such(monkeypatch) -> None:
@@ -762,11 +815,6 @@ def test_what_moves_is_not_joined(monkeypatch, asked) -> None:
     assert [way.joint for way in ways] == [None, None]
 
 
-def test_a_model_that_is_not_one_graph_has_one_way(monkeypatch) -> None:
-    monkeypatch.setattr(compiling, "measured_for", lambda *_: (None, (None, _Compiled(regions=False))))
-    assert planning_for()._ways(None) == [compiling._Way(0.0, False)]
-
-
 @pytest.mark.usefixtures("_timed")
 def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatch) -> None:
     model, text = Simple(depth=2), texts(batch=64)[0]
@@ -780,13 +828,6 @@ def test_the_least_budget_that_is_named_works_whichever_way_is_faster(monkeypatc
         named.append(caught.value.minimum_bytes)
         lowtide.fit(model, text, memory_budget=max(named) + 8192, **options).detach()
     assert abs(named[0] - named[1]) <= 0.01 * min(named)
-
-
-def test_variants_that_are_compiled_are_as_many_as_equal_blocks_share() -> None:
-    budgets = (0.8, 0.6, 0.4, 0.0)
-    found = [compiling._few_of(budgets, most) for most in range(-1, 6)]
-    assert found == [(), (), (0.8,), (0.8, 0.0), (0.8, 0.6, 0.0), budgets, budgets]
-    assert compiling._few_of((), 3) == ()
 
 
 @pytest.mark.parametrize(("depth", "alike"), [(12, 6), (3, 1)])

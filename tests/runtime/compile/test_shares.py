@@ -60,10 +60,10 @@ def on_line(points: dict[float, float], share: float) -> int:
 @pytest.mark.parametrize(
     ("points", "least", "budget", "stored", "most"),
     [
-        (SWIN, 1.64, 3.647, 6.82, 2),
-        (SWIN, 1.64, 3.297, 6.25, 2),  # where the whole model is an estimate
-        (CONVNEXT, 1.36, 4.168, 7.33, 1),
-        (CONVNEXT, 1.36, 2.204, 6.55, 2),
+        (SWIN, 0.5, 3.647, 6.82, 1),
+        (SWIN, 1.64, 3.297, 6.25, 2),  # where both ends are estimates
+        (CONVNEXT, 0.5, 4.168, 7.25, 1),
+        (CONVNEXT, 0.5, 2.204, 7.25, 2),
         (FLAT_BELOW, 1.5, 3.3, 6.8, 3),
     ],
 )

@@ -31,8 +31,10 @@ from lowtide.runtime.compile.modes import Modes, hooks_of, in_training
 from lowtide.runtime.compile.must_save import pass_that_marks
 from lowtide.runtime.compile.op_times import measured_times
 from lowtide.runtime.compile.regions import RECOMPILE_LIMIT, RegionLayer, regions_of
+from lowtide.runtime.compile.saved import Saved, saved_as_one
 from lowtide.runtime.model.call_site import Layer, Rank, is_compiled, layers_of
 from lowtide.runtime.model.processes import is_distributed
+from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split, StageSplit
 
 DEFAULT_BUDGETS = (0.8, 0.6, 0.4, 0.0)
@@ -295,6 +297,12 @@ class Compilation:
             return dict(self.options)
         by_rule = not alone or torch.are_deterministic_algorithms_enabled()
         return _for_equal_numbers(model, self.options, by_rule=by_rule)
+
+    def saved_as_one(self, model: nn.Module, split: Split, sample: Sample, share: float) -> Saved | None:
+        """What the model would save as one region, of which a part keeps about a share; None: no compiler tells."""
+        if self.options.get("backend", "inductor") != "inductor":
+            return None
+        return saved_as_one(model, split, sample, _inductor_options(self.options), share)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data.

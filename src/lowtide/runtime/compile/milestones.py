@@ -35,14 +35,18 @@ def mark_milestones(graph: fx.Graph, share: float) -> None:
     forward = _forward(graph)
     milestones = _milestones(forward)
     saved = {
-        _owner(each) for node in graph.nodes if node not in forward for each in node.all_input_nodes if each in forward
+        owner_of(each)
+        for node in graph.nodes
+        if node not in forward
+        for each in node.all_input_nodes
+        if each in forward
     }
     ends, num_bytes, places = [], 0, set(milestones[1:])
     for node in forward:
         if node in places:
             ends.append(num_bytes)
-        num_bytes += _num_bytes(node) if node in saved else 0
-    for place in worth_saving([_num_bytes(node) for node in milestones], [*ends, num_bytes], share):
+        num_bytes += bytes_of(node) if node in saved else 0
+    for place in worth_saving([bytes_of(node) for node in milestones], [*ends, num_bytes], share):
         milestones[place].meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
@@ -133,14 +137,14 @@ def _made_of(nodes: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 def _milestones(forward: dict[fx.Node, None]) -> list[fx.Node]:
     """The values from which, each alone, everything after them is computed, but for small ones."""
-    last_reader = {_owner(each): node for node in forward for each in node.all_input_nodes if each in forward}
-    enough = _SMALL * max(map(_num_bytes, forward), default=0)
+    last_reader = {owner_of(each): node for node in forward for each in node.all_input_nodes if each in forward}
+    enough = _SMALL * max(map(bytes_of, forward), default=0)
     alive, found = dict[fx.Node, None](), list[fx.Node]()
     ending: dict[fx.Node, list[fx.Node]] = {}
     for node, reader in last_reader.items():
         ending.setdefault(reader, []).append(node)
     for node in forward:
-        if node in last_reader and _num_bytes(node) > enough:
+        if node in last_reader and bytes_of(node) > enough:
             alive[node] = None
         for each in ending.get(node, ()):
             alive.pop(each, None)
@@ -155,15 +159,15 @@ def _is_another_form(node: fx.Node, other: fx.Node) -> bool:
     """Whether a value is another one, of the same size, entry by entry and with nothing else that is large."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return False
-    large = {_owner(each) for each in node.all_input_nodes if each.op != "placeholder" and not _is_small(each, node)}
-    return large == {other} and _num_bytes(node) == _num_bytes(other)
+    large = {owner_of(each) for each in node.all_input_nodes if each.op != "placeholder" and not _is_small(each, node)}
+    return large == {other} and bytes_of(node) == bytes_of(other)
 
 
 def _is_small(node: fx.Node, beside: fx.Node) -> bool:
-    return _num_bytes(node) <= _SMALL * _num_bytes(beside)
+    return bytes_of(node) <= _SMALL * bytes_of(beside)
 
 
-def _owner(node: fx.Node) -> fx.Node:
+def owner_of(node: fx.Node) -> fx.Node:
     """The node whose memory a node shows: a view's, or one of several results'."""
     while node.op == "call_function" and (node.target is operator.getitem or _is_view(node)):
         node = node.all_input_nodes[0]
@@ -179,7 +183,8 @@ def _is_fraction(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() for tensor in _tensors(node))
 
 
-def _num_bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """The bytes of what a node computes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(node))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, copies_images, num_alike
+from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.layouts import enters_with_channels_last
 from lowtide.runtime.fitting.planning import WITH_ROOM_FOR_ALL, Trial
 from lowtide.runtime.fitting.rehearsal import let_go
@@ -33,6 +34,7 @@ from lowtide.runtime.measure.measure import capture_for
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of
+from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.cargo import Tier
 from lowtide.solve import Solution
 from lowtide.strategies.base import AUTO
@@ -57,10 +59,10 @@ _IN_PART = 1.05
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
-# Where trials decide, each kind of block is compiled in both ways, and what is compiled is at most so many times the
-# model.
-_NUM_WAYS = 2
-_MOST_MODELS = 2
+# How many blocks have to share a compilation, so that blocks in all their variants are compiled sooner than the model
+# as one region. Compiling ConvNeXt-B on an H200 took 60 s, and its blocks, of which 8 share each compilation, 25 s, and
+# 49 s in four variants: about twice as long as their part of the model.
+_MANY_ALIKE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ class _Way:
         regions: the stages are regions; else blocks.
         joint: the stages of regions and what they cost, where they run without variants and the schedule joins them.
         part: tries the model as one region that keeps a part of what it would save.
+        is_known: else what single stages take at the least is measured, without variants, where another way is there.
     """
 
     seconds: float
     regions: bool
     joint: tuple[Split, Chain] | None = None
     part: KeptInPart | None = None
+    is_known: bool = True
 
     @property
     def is_single(self) -> bool:
@@ -88,10 +92,9 @@ class _Way:
 class CompiledPlanning:
     """Plans for compiled stages, in regions or block by block.
 
-    Where trials decide, they compile at most about as much as twice the model, besides what schedules join, and besides
-    the model as one region that keeps a part: the whole model as one region, beside blocks that share their
-    compilations, without variants where that tells which is faster, and with as many as there are equal blocks to share
-    them; where the whole cannot fit, the stages in both ways without variants, and one way with them.
+    Where trials decide, what takes the least to compile comes first: blocks in all variants if many share each of
+    them, and else the model as one region, whole or in part. Blocks that few share are compiled beside it, and in
+    variants only where without them they are faster; those that all differ are not.
     """
 
     def __init__(
@@ -102,11 +105,14 @@ class CompiledPlanning:
         self._compilation = settings.compilation
         self._after, self._tier, self._goes_on = after, tier, goes_on
         self._budgets = settings.compilation.budgets
-        self._repeats = True
+        self._num_alike = _MANY_ALIKE
+        """How many blocks share a compilation."""
         self._eager: tuple[Split, Chain] | None = None
         """The stages without compilation, and what they cost, where everything may be stored."""
         self._eager_bytes = 0
         """What a step takes that stores everything they save."""
+        self._saved: Saved | None = None
+        """What the model would save as one region, where that was asked."""
         self._update_bytes = 0
         """What is there while the optimizer makes its step."""
         self._unknown_bytes = 0
@@ -132,24 +138,21 @@ class CompiledPlanning:
             return self._only_blocks()
         trials = self._storing_all()
         if decides:
-            self._bound(num_compiled=0 if trials is None else 1)
+            self._num_alike = num_alike(self._model, self._blocks)
+            self._budgets = self._budgets if self._repeats else ()
         whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
         if whole is not None and (whole[0].rehearsed_peak_bytes or 0) <= settings.memory_budget:
             beside = decides and self._repeats
-            # Where blocks would copy images, one region that converts them once is there already.
-            self._compilation = replace(self._compilation, channels_last=self._compilation.channels_last or False)
+            self._leave_layout()
             return _faster(whole, partial(self._blocks_beside, whole[0])) if beside else whole
         if whole is not None:
             whole[1].remove()
             let_go(device_of(self._model))
         return self._the_faster_that_fits(None if whole is None else whole[0])
 
-    def _bound(self, num_compiled: int) -> None:
-        """Choose how many variants there may be where the whole model is compiled so often besides."""
-        alike = num_alike(self._model, self._blocks)
-        self._repeats = alike >= _NUM_WAYS
-        most = (_MOST_MODELS - num_compiled) * alike - _NUM_WAYS
-        self._budgets = _few_of(self._budgets, most if self._repeats else 0)
+    @property
+    def _repeats(self) -> bool:
+        return self._num_alike > 1
 
     @cached_property
     def _blocks(self) -> Split:
@@ -158,6 +161,10 @@ class CompiledPlanning:
         return capture_for(
             lambda split: None, self._model, self._sample, stages=asked.stages, loss=asked.loss, blocks=True
         )[0]
+
+    def _leave_layout(self) -> None:
+        """Where blocks would copy images, one region that converts them once is there already."""
+        self._compilation = replace(self._compilation, channels_last=self._compilation.channels_last or False)
 
     def _settle_layout(self, budgets: tuple[float, ...]) -> None:
         """Let images enter blocks with channels last, if blocks would copy them and trial steps are faster so.
@@ -210,7 +217,7 @@ class CompiledPlanning:
         """Blocks; with variants where without them not everything is stored."""
         settings = self._settings
         if self._budgets and settings.strategy in _MAY_STORE_ALL:
-            split, chain, compiled = self._without_variants(regions=False)
+            split, chain, compiled = self._without_variants()
             try:
                 solution_for(chain, replace(settings, strategy="store-all", bandwidth=0))
                 found, _ = self._tried(split, chain, compiled, settings, accepts=False)
@@ -244,7 +251,8 @@ class CompiledPlanning:
             most = math.inf if best is None else best[0].solution.seconds
             find = partial(self._found, way, most, accepts=self._goes_on and way is last)
             if best is not None:
-                best = _faster(best, find) if way.seconds < most else best
+                least = way.seconds if way.is_known else self._least_in_variants(best[1])
+                best = _faster(best, find) if least < most else best
                 continue
             try:
                 best = find()
@@ -258,6 +266,20 @@ class CompiledPlanning:
             raise least_refusal(refused, self._settings.memory_budget)
         return best
 
+    def _least_in_variants(self, other: CompiledModel) -> float:
+        """What blocks take at the least that run in variants beside another way, which stays in place."""
+        self._leave_layout()
+        other.remove()
+        try:
+            _, chain, compiled = self._without_variants()
+        except impossible():
+            return math.inf
+        finally:
+            let_go(device_of(self._model))
+            other.install()
+        compiled.remove()
+        return _IN_PART * chain.compute_seconds
+
     def _found(self, way: _Way, most_seconds: float, *, accepts: bool) -> tuple[Planned, CompiledModel]:
         if way.part is not None:
             return way.part.keeping_most(most_seconds)
@@ -268,47 +290,41 @@ class CompiledPlanning:
     def _ways(self, whole: Planned | None) -> list[_Way]:
         """The ways in which a model can be compiled, by what a step is expected to take at the least.
 
-        Single stages run in variants, and take at least what they take without. Or a schedule without variants joins
-        regions; or the model is one region that keeps a part. Where the whole model was tried as one, both take as long
-        as that, and what is computed again, and blocks what they take in such a step. Where it was not, all that is
-        known is the sum of the stages, and of single stages those that take less as regions or as blocks are one way.
-        The others are for where nothing else fits; and where all stages differ, single ones are, and if the whole model
-        was not tried, schedules join regions by what stages take without compilation. Where only regions were asked
-        for, there are no blocks.
+        A schedule without variants joins regions; or the model is one region that keeps a part: both take as long as
+        the whole model, and what is computed again. Or single stages run in variants, and take at least what they take
+        without: blocks, if trials decide. Those that many share are measured so first. Of others it is not known before
+        something else was tried, and where all blocks differ, none are compiled as long as something else fits. What
+        the whole model takes is not known where it cannot fit; what is computed again then tells which of the two large
+        ways is tried.
         """
         part, joint = self._in_part(whole), [] if whole is None else self._joint(whole.split, _without_unknown(whole))
         if self._settings.regions is True:  # single regions fuse less than the whole model
             single = _Way(0.0 if whole is None else whole.solution.seconds, regions=True)
             return sorted([*part, single, *joint], key=lambda way: way.seconds)
-        if not self._repeats:
-            if whole is None and self._eager is not None:  # all that is compiled are the regions of one schedule
+        if self._num_alike < _MANY_ALIKE:
+            if whole is None and self._eager is not None:
                 joint = self._joint(*self._eager)
-            ways = [*part, *joint, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
-            return sorted(ways, key=lambda way: way.seconds)
-        first, seconds = False, 0.0
-        if whole is None:
-            split, chain, compiled = self._without_variants(regions=True)
-            compiled.remove()
-            if not compiled.compilation.regions:
-                return [_Way(0.0, regions=False)]  # it is not one graph
-            joint, seconds = self._joint(split, chain), chain.compute_seconds
-            part = [replace(way, seconds=_IN_PART * seconds) for way in part]
-        split, chain, compiled = self._without_variants(regions=False)
+            large = sorted([*part, *joint], key=lambda way: way.seconds)
+            if whole is None:
+                large = [*large[:1], *(replace(way, seconds=math.inf) for way in large[1:])]
+            if self._repeats:
+                return [*large, _Way(0.0, regions=False, is_known=False), _Way(math.inf, regions=True)]
+            return [*large, _Way(math.inf, regions=True), _Way(math.inf, regions=False)]
+        split, chain, compiled = self._without_variants()
         try:
-            first = whole is None and seconds < chain.compute_seconds
-            if not first:
-                seconds = chain.compute_seconds if whole is None else self._seconds_with_all_stored(split, chain)
+            seconds = chain.compute_seconds if whole is None else self._seconds_with_all_stored(split, chain)
         finally:
             compiled.remove()
-        ways = [*part, *joint, _Way(seconds, regions=first), _Way(math.inf, regions=not first)]
-        return sorted(ways, key=lambda way: way.seconds)
+        if whole is None:
+            part = [replace(way, seconds=_IN_PART * seconds) for way in part]
+        blocks = [_Way(seconds, regions=False), _Way(math.inf, regions=True)]
+        return sorted([*part, *joint, *blocks], key=lambda way: way.seconds)
 
-    def _without_variants(self, *, regions: bool) -> tuple[Split, Chain, CompiledModel]:
-        """Stages without variants, measured, and compiled as they are beside variants; they stay in place."""
-        if not regions:
-            self._settle_layout(self._budgets)
+    def _without_variants(self) -> tuple[Split, Chain, CompiledModel]:
+        """Blocks without variants, measured, and compiled as they are beside variants; they stay in place."""
+        self._settle_layout(self._budgets)
         options = replace(self._compilation, budgets=self._budgets).options_for(self._model)
-        compilation = replace(self._compilation, options=options, budgets=(), regions=regions)
+        compilation = replace(self._compilation, options=options, budgets=(), regions=False)
         split, (chain, compiled) = measured_for(
             self._model, self._sample, replace(self._settings, compilation=compilation)
         )
@@ -346,8 +362,15 @@ class CompiledPlanning:
         predicted = trials.outcome(replace(WITH_ROOM_FOR_ALL, is_tried=False))
         assert isinstance(predicted, Trial)
         self._eager_bytes, self._update_bytes = predicted.predicted_bytes, trials.asked.update_bytes
-        least = max(_LEAST_OF_EAGER * self._eager_bytes, self._update_bytes)
-        return trials if trials.asked.memory_budget >= least else None
+        budget, least = trials.asked.memory_budget, _LEAST_OF_EAGER * self._eager_bytes
+        if self._update_bytes <= budget < self._eager_bytes:
+            trials.say("tracing the model as one region")
+            share = (budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes)
+            with preserved(self._model):
+                self._saved = self._compilation.saved_as_one(self._model, split, self._sample, share)
+        if self._saved is not None:
+            least = chain.fixed_bytes + self._saved.all_bytes + self._unknown_bytes
+        return trials if budget >= max(least, self._update_bytes) else None
 
     def _in_part(self, whole: Planned | None) -> list[_Way]:
         """The way that keeps a part of what the model as one region would save, where variants were asked for and steps
@@ -359,19 +382,21 @@ class CompiledPlanning:
         if asked.step_in_backward or self._update_bytes > asked.memory_budget:
             return []
         split, chain = self._eager
-        stored_bytes, seconds = int(_OF_EAGER * self._eager_bytes), 0.0
+        stored_bytes, seconds, saved = int(_OF_EAGER * self._eager_bytes), 0.0, self._saved
+        if saved is not None:  # besides what is saved, about as much as without compilation
+            stored_bytes = self._eager_bytes - sum(stage.saved_bytes for stage in chain.stages) + saved.all_bytes
         if whole is not None:
             stored_bytes, seconds = whole.rehearsed_peak_bytes or 0, whole.solution.seconds
+        least_bytes = None if saved is None else stored_bytes - saved.all_bytes + saved.marked_bytes
         settings = replace(asked, compilation=None, strategy="rotor", bandwidth=0)
 
         def trials_of(split: Split, chain: Chain) -> Trials:
             return Trials(self._model, self._sample, split, chain, settings, self._tier, self._unknown_bytes)
 
         compilation = replace(self._compilation, regions=True)
-        part = KeptInPart(
-            self._model, compilation, split, chain, trials_of, stored_bytes, seconds or chain.compute_seconds
-        )
-        return [_Way(_IN_PART * seconds, regions=True, part=part)]
+        seconds_stored = seconds or chain.compute_seconds
+        part = KeptInPart(self._model, compilation, split, chain, trials_of, stored_bytes, seconds_stored, least_bytes)
+        return [_Way(_IN_PART * seconds_stored, regions=True, part=part)]
 
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:
         """The way that joins regions, where a schedule is predicted to fit; strategies that move values have none."""
@@ -382,12 +407,6 @@ class CompiledPlanning:
         except InfeasibleBudgetError:
             return []
         return [_Way(seconds, regions=True, joint=(split, chain))]
-
-
-def _few_of(budgets: tuple[float, ...], most: int) -> tuple[float, ...]:
-    """The variants that are compiled where there may be so many: those that save the least and the most come first."""
-    by_use = sorted(range(len(budgets)), key=lambda place: (place not in (0, len(budgets) - 1), place))
-    return tuple(budgets[place] for place in sorted(by_use[: max(0, most)]))
 
 
 def _as_one_region(model: nn.Module, compilation: Compilation, trials: Trials) -> tuple[Planned, CompiledModel] | None:

@@ -31,9 +31,9 @@ from lowtide.units import format_bytes
 # Each trial compiles the whole model.
 _MOST_TRIALS = 3
 
-# Of the budget: a trial aims so much lower, and one that is this near is not improved, since that takes another one.
-_LEFT = 0.01
-_NEAR = 0.1
+# Of the budget: a trial that is this near is not improved, since that takes another one. Each aims at the middle of
+# what is near.
+_NEAR = 0.15
 
 # Less is not tried, a judgement: almost everything would be computed again.
 _LEAST = 0.1
@@ -58,6 +58,7 @@ class KeptInPart:
         trials_of: makes trials of a split and a chain that may recompute, and do not move anything.
         stored_bytes: what a step takes that keeps all, perhaps an estimate.
         stored_seconds: the same of its time.
+        least_bytes: what a step would take that keeps nothing; None: as much as the leanest schedule of the stages.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class KeptInPart:
         trials_of: Callable[[Split, Chain], Trials],
         stored_bytes: int,
         stored_seconds: float,
+        least_bytes: int | None = None,
     ) -> None:
         self._model, self._compilation, self._chain = model, compilation, chain
         self._trials_of = trials_of
-        self._stored_bytes, self._stored_seconds = stored_bytes, stored_seconds
+        self._stored_bytes, self._stored_seconds, self._known_least = stored_bytes, stored_seconds, least_bytes
         self._eager, self._split = trials_of(split, chain), split.with_at_most(1)
 
     def keeping_most(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
@@ -109,6 +111,8 @@ class KeptInPart:
         return best
 
     def _least_bytes(self) -> int:
+        if self._known_least is not None:
+            return self._known_least
         found = self._eager.outcome(Attempt(1, is_tried=False))
         return found.minimum_bytes if isinstance(found, Infeasible) else 0
 
@@ -138,8 +142,8 @@ def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budge
         memory_budget: for a step.
 
     Example:
-        >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.42, 510)], 100, 500)
-        (0.42, 0.4)
+        >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.4, 510)], 100, 500)
+        (0.4, 0.34)
         >>> next_share([(1.0, 1000), (0.42, 490)], 100, 500) is None
         True
     """
@@ -149,7 +153,7 @@ def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budge
     any_fits = any(taken <= memory_budget for _, taken in seen[1:])
     if len(tried) == _MOST_TRIALS or (tried and is_near) or (any_fits and len(tried) > 1):
         return None
-    more_bytes = num_bytes - (1 - _LEFT) * memory_budget
+    more_bytes = num_bytes - (1 - _NEAR / 2) * memory_budget
     slopes = [(num_bytes - other) / (share - at) for at, other in ((0.0, least_bytes), *seen[:-1])]
     found = min((share - more_bytes / slope for slope in slopes if slope > 0), default=0.0)
     if tried:  # the curve may be flat there
