@@ -15,7 +15,7 @@ from lowtide.runtime.capture.capture import capture
 from lowtide.runtime.compile import saved
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function
 from lowtide.runtime.compile.regions import forget_regions, regions_of
-from lowtide.runtime.fitting import compiling, shares, trials
+from lowtide.runtime.fitting import compiling, trials
 from lowtide.runtime.model.sample import Sample
 
 WIDTH = 16
@@ -118,21 +118,18 @@ def test_where_it_cannot_be_told(why: str) -> None:
 
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:
-    """The whole model is not, and the first part is one that fits."""
     for module in (trials, compiling):
         monkeypatch.setattr(module, "is_timed", lambda device: True)
     tried, with_room = [], trials.Trials.with_room_for_all
     monkeypatch.setattr(trials.Trials, "with_room_for_all", lambda self: tried.append(with_room(self)) or tried[-1])
-    asked, next_share = [], shares.next_share
-    monkeypatch.setattr(shares, "next_share", lambda *args: asked.append(next_share(*args)) or asked[-1])
     model, plain = Net().eval(), Net().eval()  # dropout would draw other numbers than without compilation
     options = {"bandwidth": 0, "strategy": "rotor"}
     with lowtide.fit(model, sample(), memory_budget="1GiB", **options) as plan:
         budget = int(0.7 * plan.stats().predicted_peak_bytes)
     with lowtide.fit(model, sample(), memory_budget=budget, compile_stages=True, **options) as plan:
         model(sample()).backward()
-        assert [each.split.num_stages for each in tried] == [1] * len(asked[:-1])
-        assert asked[1:] == [None]
+        assert {each.split.num_stages for each in tried} == {1}  # as parts; the whole model has four
+        assert len(tried) <= 2
         assert any("one compiled region that keeps" in note for note in plan.notes)
         assert plan.stats().predicted_peak_bytes <= budget
     plain(sample()).backward()

@@ -25,9 +25,10 @@ from lowtide.runtime.compile.compiled import Compilation, _backend, _compiled_fu
 from lowtide.runtime.compile.must_save import mark
 from lowtide.runtime.compile.op_times import measured_times
 from lowtide.runtime.compile.regions import forget_regions, regions_of
+from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting import compiling, shares, trials
 from lowtide.runtime.fitting.planning import Asked
-from lowtide.runtime.fitting.shares import as_tried, in_one_stage, next_share
+from lowtide.runtime.fitting.shares import as_tried, in_one_stage, next_share, share_for
 
 # The partitioner that inductor uses, with graphs run operation by operation: nothing is compiled to machine code.
 BACKEND = "aot_eager_decomp_partition"
@@ -89,6 +90,25 @@ def test_there_is_an_end(seen, least) -> None:
     assert next_share(seen, least, 500) is None
 
 
+def narrowing(*sizes: int) -> lowtide.Chain:
+    stages = [lowtide.Stage(f"{size}", 1.0, 2.0, 10, size, weight_bytes=5, backward_extra_bytes=20) for size in sizes]
+    return lowtide.Chain("net", tuple(stages), input_bytes=10, base_bytes=100)
+
+
+def test_the_first_share_is_what_stages_let_expect() -> None:
+    chain, budget = narrowing(100, 100, 100, 100), 400
+    share = share_for(chain, Saved(all_bytes=400, marked_bytes=0), budget)
+    # By hand: 120 are there in any case, the input takes 10, and all four stages are kept in part. When the last one goes
+    # backward, its rest is there again, with 20 besides, two gradients of 10, and one of 5 for its weights.
+    peak_bytes = [155 + 4 * 100 * each + 100 * (1 - each) + 20 for each in (share, share + 0.02)]
+    assert peak_bytes[0] <= 0.925 * budget < peak_bytes[1]
+    assert share_for(chain, Saved(all_bytes=400, marked_bytes=40), budget) == pytest.approx(share - 0.1)
+    assert share_for(chain, Saved(all_bytes=200, marked_bytes=0), budget) > share  # a compiler saves less
+    assert (
+        share_for(narrowing(310, 30, 30, 30), Saved(all_bytes=400, marked_bytes=0), budget) is None
+    )  # one has no room
+
+
 @looped("more_bytes", [-3000, -200, 0, 500])
 def test_one_stage_is_priced_as_it_was_tried(more_bytes: int) -> None:
     stages = [lowtide.Stage(f"{k}", 1.0, 2.0, 100, 1000, weight_bytes=50, backward_extra_bytes=7) for k in range(4)]
@@ -113,9 +133,10 @@ def test_one_stage_is_priced_as_it_was_tried(more_bytes: int) -> None:
     ],
 )
 def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_seconds, shares_tried, taken) -> None:
-    outcomes, installed = iter(took), []
+    outcomes, installed, shares_of = iter(took), [], []
 
     def tried(self, share):
+        shares_of.append(share)
         peak_bytes, seconds = next(outcomes)
         if peak_bytes is None:
             raise torch.OutOfMemoryError
@@ -130,13 +151,14 @@ def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_s
     monkeypatch.setattr(Compilation, "of", compiled)
     split = capture(Net(), batches()[0], blocks=True)
     trials_of = lambda *_: SimpleNamespace(asked=Asked(500))  # noqa: E731
-    part = shares.KeptInPart(Net(), Compilation({}, (0.5,), regions=True), split, None, trials_of, 1000, 1.0)
+    part = shares.KeptInPart(Net(), Compilation({}, (0.5,), regions=True), split, None, trials_of, 1000, 1.0, 0.7)
     if taken is None:
         with pytest.raises(lowtide.InfeasibleBudgetError, match="no part of one region"):
             part.keeping_most(most_seconds)
     else:
         assert part.keeping_most(most_seconds)[0].solution.seconds == taken
-    assert len(took) - len(list(outcomes)) == shares_tried
+    assert len(shares_of) == shares_tried
+    assert shares_of[0] == 0.7
     assert len(installed) == (taken is not None)
 
 

@@ -17,7 +17,7 @@ from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.layouts import enters_with_channels_last
 from lowtide.runtime.fitting.planning import WITH_ROOM_FOR_ALL, Trial
 from lowtide.runtime.fitting.rehearsal import let_go
-from lowtide.runtime.fitting.shares import KeptInPart
+from lowtide.runtime.fitting.shares import KeptInPart, share_for
 from lowtide.runtime.fitting.solving import Settings, solution_for
 from lowtide.runtime.fitting.trials import (
     Planned,
@@ -387,7 +387,8 @@ class CompiledPlanning:
             stored_bytes = self._eager_bytes - sum(stage.saved_bytes for stage in chain.stages) + saved.all_bytes
         if whole is not None:
             stored_bytes, seconds = whole.rehearsed_peak_bytes or 0, whole.solution.seconds
-        least_bytes = None if saved is None else stored_bytes - saved.all_bytes + saved.marked_bytes
+        known_bytes = asked.memory_budget - self._unknown_bytes
+        first_share = None if saved is None else share_for(chain, saved, known_bytes)
         settings = replace(asked, compilation=None, strategy="rotor", bandwidth=0)
 
         def trials_of(split: Split, chain: Chain) -> Trials:
@@ -395,7 +396,7 @@ class CompiledPlanning:
 
         compilation = replace(self._compilation, regions=True)
         seconds_stored = seconds or chain.compute_seconds
-        part = KeptInPart(self._model, compilation, split, chain, trials_of, stored_bytes, seconds_stored, least_bytes)
+        part = KeptInPart(self._model, compilation, split, chain, trials_of, stored_bytes, seconds_stored, first_share)
         return [_Way(_IN_PART * seconds_stored, regions=True, part=part)]
 
     def _joint(self, split: Split, chain: Chain) -> list[_Way]:

@@ -21,11 +21,13 @@ from torch import nn
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, variant_name
+from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.planning import Attempt, Infeasible
 from lowtide.runtime.fitting.rehearsal import let_go
 from lowtide.runtime.fitting.trials import Planned, Trials, corrected
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import device_of
+from lowtide.solve import solve
 from lowtide.units import format_bytes
 
 # Each trial compiles the whole model.
@@ -44,6 +46,8 @@ _STEPS = 50
 # Of the budget: what a step that runs out of memory is taken to need, a guess.
 _OUT_OF_MEMORY = 1.2
 
+_NO_LIMIT = 2**62
+
 _SOONER = 0.99  # what solvers take for less time
 
 
@@ -58,7 +62,7 @@ class KeptInPart:
         trials_of: makes trials of a split and a chain that may recompute, and do not move anything.
         stored_bytes: what a step takes that keeps all, perhaps an estimate.
         stored_seconds: the same of its time.
-        least_bytes: what a step would take that keeps nothing; None: as much as the leanest schedule of the stages.
+        first_share: to try; None: it is guessed from what is taken that keeps all, and by the leanest schedule.
     """
 
     def __init__(
@@ -70,11 +74,11 @@ class KeptInPart:
         trials_of: Callable[[Split, Chain], Trials],
         stored_bytes: int,
         stored_seconds: float,
-        least_bytes: int | None = None,
+        first_share: float | None = None,
     ) -> None:
         self._model, self._compilation, self._chain = model, compilation, chain
         self._trials_of = trials_of
-        self._stored_bytes, self._stored_seconds, self._known_least = stored_bytes, stored_seconds, least_bytes
+        self._stored_bytes, self._stored_seconds, self._first_share = stored_bytes, stored_seconds, first_share
         self._eager, self._split = trials_of(split, chain), split.with_at_most(1)
 
     def keeping_most(self, most_seconds: float) -> tuple[Planned, CompiledModel]:
@@ -89,7 +93,8 @@ class KeptInPart:
         budget = self._eager.asked.memory_budget
         best: tuple[Planned, CompiledModel] | None = None
         seen, least_bytes = [(1.0, self._stored_bytes)], self._least_bytes()
-        while (share := next_share(seen, least_bytes, budget)) is not None:
+        share = self._first_share or next_share(seen, least_bytes, budget)
+        while share is not None:
             compiled = replace(self._compilation, budgets=(share,)).of(self._model, self._split)
             try:
                 planned = self._tried(share)
@@ -104,6 +109,7 @@ class KeptInPart:
             if num_bytes > budget and seconds >= most_seconds:
                 break  # with less kept it takes longer still
             seen.append((share, num_bytes))
+            share = next_share(seen, least_bytes, budget)
         if best is None:
             message = f"no part of one region that was tried takes at most {format_bytes(budget)}"
             raise InfeasibleBudgetError(message, minimum_bytes=seen[-1][1])
@@ -111,8 +117,6 @@ class KeptInPart:
         return best
 
     def _least_bytes(self) -> int:
-        if self._known_least is not None:
-            return self._known_least
         found = self._eager.outcome(Attempt(1, is_tried=False))
         return found.minimum_bytes if isinstance(found, Infeasible) else 0
 
@@ -127,6 +131,37 @@ class KeptInPart:
 
     def _draws_in_backward(self, planned: Planned) -> bool:
         return bool(self._eager.numbers(planned)["random numbers", "drawn in backward"])
+
+
+def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
+    """The share to try first, by what the stages take without compilation; None: the least is too much.
+
+    What a stage saves is taken to be kept in that share, besides what is always saved, and the rest to be there again
+    while its backward runs. So the first stages of a network for images, which are the largest, count as they do.
+
+    Args:
+        chain: what the stages cost.
+        saved: what the compiler would save of all of them as one region.
+        memory_budget: for a step.
+    """
+    stored = solve(chain, memory_budget=_NO_LIMIT, strategy="store-all", manage_weights=False)
+    ratio = saved.all_bytes / sum(stage.saved_bytes for stage in chain.stages)
+
+    def expected_bytes(share: float) -> int:
+        kept = min(1.0, share + saved.marked_bytes / saved.all_bytes) * ratio
+        stages = [_kept_in_part(stage, kept, ratio) for stage in chain.stages]
+        return stored.on(replace(chain, stages=tuple(stages))).peak_bytes
+
+    shares = (step / _STEPS for step in range(_STEPS - 1, int(_LEAST * _STEPS) - 1, -1))
+    return next((share for share in shares if expected_bytes(share) <= (1 - _NEAR / 2) * memory_budget), None)
+
+
+def _kept_in_part(stage: Stage, kept: float, of_all: float) -> Stage:
+    saved_bytes = max(stage.output_bytes, int(kept * stage.saved_bytes))
+    again_bytes = max(0, int(of_all * stage.saved_bytes) - saved_bytes)
+    freed_bytes = min(saved_bytes, int(kept * stage.freed_bytes))
+    extra_bytes = stage.backward_extra_bytes + again_bytes
+    return replace(stage, saved_bytes=saved_bytes, freed_bytes=freed_bytes, backward_extra_bytes=extra_bytes)
 
 
 def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budget: int) -> float | None:
