@@ -98,8 +98,8 @@ def narrowing(*sizes: int) -> lowtide.Chain:
 def test_the_first_share_is_what_stages_let_expect() -> None:
     chain, budget = narrowing(100, 100, 100, 100), 400
     share = share_for(chain, Saved(all_bytes=400, marked_bytes=0), budget)
-    # By hand: 120 are there in any case, the input takes 10, and all four stages are kept in part. When the last one goes
-    # backward, its rest is there again, with 20 besides, two gradients of 10, and one of 5 for its weights.
+    # By hand: 120 are there in any case, the input takes 10, and all four stages are kept in part. When the last one
+    # goes backward, its rest is there again, with 20 besides, two gradients of 10, and one of 5 for its weights.
     peak_bytes = [155 + 4 * 100 * each + 100 * (1 - each) + 20 for each in (share, share + 0.02)]
     assert peak_bytes[0] <= 0.925 * budget < peak_bytes[1]
     assert share_for(chain, Saved(all_bytes=400, marked_bytes=40), budget) == pytest.approx(share - 0.1)
