@@ -1,8 +1,8 @@
 """What a model would save as one compiled region, found before anything of it is compiled to machine code.
 
-A compiler traces forward and backward, and then decides what the one saves for the other. That takes about a tenth of
-the time of a compilation, and tells what there is at once when forward ends: where that is too much, the rest need not
-be compiled to know it.
+A compiler traces forward and backward, and then decides what the one saves for the other. That takes a fraction of the
+time of a compilation, and tells what there is at once when forward ends: where that is too much, nothing need be
+compiled to know it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class _Foresight:
 
     def _found(self, joint: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> NoReturn:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch.utils.checkpoint import CheckpointPolicy
 
         marked = copy.deepcopy(joint)
         forward, _ = min_cut_rematerialization_partition(joint, inputs, **more)
@@ -103,7 +104,8 @@ class _Foresight:
         num_bytes = sum(bytes_of(each) for each in saved if each.op != "placeholder")
         mark(marked.graph)
         mark_milestones(marked.graph, self._share)
-        self.saved = Saved(num_bytes, sum(bytes_of(each) for each in marked.graph.nodes if "recompute" in each.meta))
+        must_save = (n for n in marked.graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE)
+        self.saved = Saved(num_bytes, sum(map(bytes_of, must_save)))
         raise _EnoughError
 
 
