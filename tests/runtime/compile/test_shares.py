@@ -101,12 +101,14 @@ def test_the_first_share_is_what_stages_let_expect() -> None:
     # By hand: 120 are there in any case, the input takes 10, and all four stages are kept in part. When the last one
     # goes backward, its rest is there again, with 20 besides, two gradients of 10, and one of 5 for its weights.
     peak_bytes = [155 + 4 * 100 * each + 100 * (1 - each) + 20 for each in (share, share + 0.02)]
-    assert peak_bytes[0] <= 0.925 * budget < peak_bytes[1]
+    assert peak_bytes[0] <= 120 + 0.925 * (budget - 120) < peak_bytes[1]
+    others = dataclasses.replace(chain, base_bytes=chain.base_bytes + 10_000)
+    assert share_for(others, Saved(all_bytes=400, marked_bytes=0), budget + 10_000) == share
     assert share_for(chain, Saved(all_bytes=400, marked_bytes=40), budget) == pytest.approx(share - 0.1)
     assert share_for(chain, Saved(all_bytes=200, marked_bytes=0), budget) > share  # a compiler saves less
-    assert (
-        share_for(narrowing(310, 30, 30, 30), Saved(all_bytes=400, marked_bytes=0), budget) is None
-    )  # one has no room
+    too_large, saves_nothing = narrowing(310, 30, 30, 30), Saved(all_bytes=0, marked_bytes=0)
+    assert share_for(too_large, Saved(all_bytes=400, marked_bytes=0), budget) is None
+    assert share_for(chain, saves_nothing, budget) is None
 
 
 @looped("more_bytes", [-3000, -200, 0, 500])
@@ -132,7 +134,12 @@ def test_one_stage_is_priced_as_it_was_tried(more_bytes: int) -> None:
         ([(None, 0.0), (480, 1.2)], 1.0, 2, 1.2),  # it ran out of memory: less is tried
     ],
 )
-def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_seconds, shares_tried, taken) -> None:
+@pytest.mark.parametrize("others", [0, 10_000])
+@pytest.mark.parametrize("first", [0.7, None])
+def test_shares_are_tried_as_long_as_one_may_be_faster(
+    monkeypatch, took, most_seconds, shares_tried, taken, others, first
+) -> None:
+    """Whatever else is there throughout."""
     outcomes, installed, shares_of = iter(took), [], []
 
     def tried(self, share):
@@ -140,25 +147,27 @@ def test_shares_are_tried_as_long_as_one_may_be_faster(monkeypatch, took, most_s
         peak_bytes, seconds = next(outcomes)
         if peak_bytes is None:
             raise torch.OutOfMemoryError
-        return SimpleNamespace(solution=SimpleNamespace(peak_bytes=peak_bytes, seconds=seconds))
+        return SimpleNamespace(solution=SimpleNamespace(peak_bytes=others + peak_bytes, seconds=seconds))
 
     def compiled(self, model, split):
         return SimpleNamespace(install=lambda: installed.append(True), remove=lambda: None)
 
     monkeypatch.setattr(shares.KeptInPart, "_tried", tried)
-    monkeypatch.setattr(shares.KeptInPart, "_least_bytes", lambda _: 100)
+    monkeypatch.setattr(shares.KeptInPart, "_least_bytes", lambda _: others + 100)
     monkeypatch.setattr(shares.KeptInPart, "_draws_in_backward", lambda *_: False)
     monkeypatch.setattr(Compilation, "of", compiled)
     split = capture(Net(), batches()[0], blocks=True)
-    trials_of = lambda *_: SimpleNamespace(asked=Asked(500))  # noqa: E731
-    part = shares.KeptInPart(Net(), Compilation({}, (0.5,), regions=True), split, None, trials_of, 1000, 1.0, 0.7)
+    chain = lowtide.Chain("net", (lowtide.Stage("all", 1.0, 2.0, 10, 1000),), base_bytes=others)
+    trials_of = lambda *_: SimpleNamespace(asked=Asked(others + 500))  # noqa: E731
+    compilation = Compilation({}, (0.5,), regions=True)
+    part = shares.KeptInPart(Net(), compilation, split, chain, trials_of, others + 1000, 1.0, first)
     if taken is None:
         with pytest.raises(lowtide.InfeasibleBudgetError, match="no part of one region"):
             part.keeping_most(most_seconds)
     else:
         assert part.keeping_most(most_seconds)[0].solution.seconds == taken
     assert len(shares_of) == shares_tried
-    assert shares_of[0] == 0.7
+    assert shares_of[0] == (first or 0.4)  # by the line
     assert len(installed) == (taken is not None)
 
 

@@ -33,8 +33,8 @@ from lowtide.units import format_bytes
 # Each trial compiles the whole model.
 _MOST_TRIALS = 3
 
-# Of the budget: a trial that is this near is not improved, since that takes another one. Each aims at the middle of
-# what is near.
+# Of what the budget leaves beside weights and all else that is there throughout: a trial that is this near is not
+# improved, since that takes another one. Each aims at the middle of what is near.
 _NEAR = 0.15
 
 # Less is not tried, a judgement: almost everything would be computed again.
@@ -43,7 +43,7 @@ _LEAST = 0.1
 # Few enough shares that the next fit asks for one that has been compiled.
 _STEPS = 50
 
-# Of the budget: what a step that runs out of memory is taken to need, a guess.
+# Of the same: what a step that runs out of memory is taken to need, a guess.
 _OUT_OF_MEMORY = 1.2
 
 _NO_LIMIT = 2**62
@@ -90,10 +90,11 @@ class KeptInPart:
         Raises:
             InfeasibleBudgetError: none of those that were tried does, or may be used.
         """
-        budget = self._eager.asked.memory_budget
+        budget, fixed_bytes = self._eager.asked.memory_budget, self._chain.fixed_bytes
         best: tuple[Planned, CompiledModel] | None = None
-        seen, least_bytes = [(1.0, self._stored_bytes)], self._least_bytes()
-        share = self._first_share or next_share(seen, least_bytes, budget)
+        room, least_bytes = budget - fixed_bytes, self._least_bytes() - fixed_bytes
+        seen = [(1.0, self._stored_bytes - fixed_bytes)]
+        share = self._first_share or next_share(seen, least_bytes, room)
         while share is not None:
             compiled = replace(self._compilation, budgets=(share,)).of(self._model, self._split)
             try:
@@ -102,17 +103,17 @@ class KeptInPart:
                 if num_bytes <= budget and not self._draws_in_backward(planned):
                     best = planned, compiled  # it keeps more than one before that fits, and computes less again
             except torch.OutOfMemoryError:
-                num_bytes, seconds = int(_OUT_OF_MEMORY * budget), 0.0
+                num_bytes, seconds = fixed_bytes + int(_OUT_OF_MEMORY * room), 0.0
             finally:
                 compiled.remove()
                 let_go(device_of(self._model))
             if num_bytes > budget and seconds >= most_seconds:
                 break  # with less kept it takes longer still
-            seen.append((share, num_bytes))
-            share = next_share(seen, least_bytes, budget)
+            seen.append((share, num_bytes - fixed_bytes))
+            share = next_share(seen, least_bytes, room)
         if best is None:
             message = f"no part of one region that was tried takes at most {format_bytes(budget)}"
-            raise InfeasibleBudgetError(message, minimum_bytes=seen[-1][1])
+            raise InfeasibleBudgetError(message, minimum_bytes=fixed_bytes + seen[-1][1])
         best[1].install()
         return best
 
@@ -134,7 +135,8 @@ class KeptInPart:
 
 
 def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
-    """The share to try first, by what the stages take without compilation; None: the least is too much.
+    """The share to try first, by what the stages take without compilation; None: the least is too much, or nothing is
+    saved.
 
     What a stage saves is taken to be kept in that share, besides what is always saved, and the rest to be there again
     while its backward runs. So the first stages of a network for images, which are the largest, count as they do.
@@ -144,6 +146,8 @@ def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
         saved: what the compiler would save of all of them as one region.
         memory_budget: for a step.
     """
+    if not saved.all_bytes:
+        return None
     stored = solve(chain, memory_budget=_NO_LIMIT, strategy="store-all", manage_weights=False)
     ratio = saved.all_bytes / sum(stage.saved_bytes for stage in chain.stages)
 
@@ -152,8 +156,9 @@ def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
         stages = [_kept_in_part(stage, kept, ratio) for stage in chain.stages]
         return stored.on(replace(chain, stages=tuple(stages))).peak_bytes
 
+    aim = chain.fixed_bytes + (1 - _NEAR / 2) * (memory_budget - chain.fixed_bytes)
     shares = (step / _STEPS for step in range(_STEPS - 1, int(_LEAST * _STEPS) - 1, -1))
-    return next((share for share in shares if expected_bytes(share) <= (1 - _NEAR / 2) * memory_budget), None)
+    return next((share for share in shares if expected_bytes(share) <= aim), None)
 
 
 def _kept_in_part(stage: Stage, kept: float, of_all: float) -> Stage:
@@ -164,17 +169,17 @@ def _kept_in_part(stage: Stage, kept: float, of_all: float) -> Stage:
     return replace(stage, saved_bytes=saved_bytes, freed_bytes=freed_bytes, backward_extra_bytes=extra_bytes)
 
 
-def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budget: int) -> float | None:
-    """The share to try next; None: there is none.
+def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, room_bytes: int) -> float | None:
+    """The share to try next; None: there is none. All bytes are those beside what is there throughout.
 
     What a step takes falls with the share, on a line or on a curve that ends flat. So a guess is where lines through
-    what was seen meet the budget, the lower one of two, and not below half of the last; where two guesses were too
+    what was seen meet the room, the lower one of two, and not below half of the last; where two guesses were too
     large, it is half of the last.
 
     Args:
         seen: shares and what a step took; first that of all, which may be an estimate.
         least_bytes: what a step with nothing kept takes, as an estimate.
-        memory_budget: for a step.
+        room_bytes: what a step may take.
 
     Example:
         >>> next_share([(1.0, 1000)], 100, 500), next_share([(1.0, 1000), (0.4, 510)], 100, 500)
@@ -184,11 +189,11 @@ def next_share(seen: Sequence[tuple[float, int]], least_bytes: int, memory_budge
     """
     share, num_bytes = seen[-1]
     tried = [each for each, _ in seen[1:]]
-    is_near = (1 - _NEAR) * memory_budget <= num_bytes <= memory_budget
-    any_fits = any(taken <= memory_budget for _, taken in seen[1:])
+    is_near = (1 - _NEAR) * room_bytes <= num_bytes <= room_bytes
+    any_fits = any(taken <= room_bytes for _, taken in seen[1:])
     if len(tried) == _MOST_TRIALS or (tried and is_near) or (any_fits and len(tried) > 1):
         return None
-    more_bytes = num_bytes - (1 - _NEAR / 2) * memory_budget
+    more_bytes = num_bytes - (1 - _NEAR / 2) * room_bytes
     slopes = [(num_bytes - other) / (share - at) for at, other in ((0.0, least_bytes), *seen[:-1])]
     found = min((share - more_bytes / slope for slope in slopes if slope > 0), default=0.0)
     if tried:  # the curve may be flat there
