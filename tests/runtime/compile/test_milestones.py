@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.runtime.compile import must_save
 from lowtide.runtime.compile.compiled import _backend
-from lowtide.runtime.compile.milestones import _forward, _milestones, mark_milestones, worth_saving
+from lowtide.runtime.compile.milestones import _milestones, forward_of, mark_milestones, worth_saving
 from lowtide.runtime.meter import Meter
 
 NUM_BLOCKS = 12
@@ -85,7 +85,7 @@ def joint_graph_of(model: nn.Module) -> fx.Graph:
 
 
 def milestones_of(model: nn.Module) -> list[fx.Node]:
-    return _milestones(_forward(joint_graph_of(model)))
+    return _milestones(forward_of(joint_graph_of(model)))
 
 
 def step(share: float, *, marks: bool) -> tuple[int, list[torch.Tensor], list[fx.Node]]:

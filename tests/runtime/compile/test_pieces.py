@@ -17,6 +17,8 @@ WIDTH = 4
 class Recording:
     """Compiles with AOTAutograd, and keeps what each compilation was shown."""
 
+    is_kept = True
+
     def __init__(self) -> None:
         self.shapes: list[list[torch.Size]] = []
         self.devices: set[str] = set()
@@ -34,6 +36,8 @@ class Recording:
 
 
 class Failing:
+    is_kept = True
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 

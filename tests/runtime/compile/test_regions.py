@@ -584,8 +584,9 @@ def test_regions_are_joined_where_all_as_one_does_not_fit(nearly_all, budget: st
 
 @pytest.mark.usefixtures("_host_bound")
 def test_all_as_one_is_tried_again_where_a_real_step_takes_more(nearly_all, monkeypatch) -> None:
-    tried, as_one_region = [], compiling._as_one_region
-    monkeypatch.setattr(compiling, "_as_one_region", lambda *args: tried.append(as_one_region(*args)) or tried[-1])
+    tried, planning = [], compiling.CompiledPlanning
+    as_one_region = planning._as_one_region
+    monkeypatch.setattr(planning, "_as_one_region", lambda *args: tried.append(as_one_region(*args)) or tried[-1])
     backend, model, text = Counting(), Simple(depth=4), texts(batch=64)[0]
     budget = nearly_all["just"] + 1000
     with lowtide.fit(model, text, memory_budget=budget, **OPTIONS, **auto_with(backend)) as plan:

@@ -12,9 +12,9 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.compile import saved
+from lowtide.runtime.compile import pieces, saved
 from lowtide.runtime.compile.compiled import Compilation, _compiled_function
-from lowtide.runtime.compile.regions import forget_regions, regions_of
+from lowtide.runtime.compile.regions import forget_regions, not_one_graph, regions_of
 from lowtide.runtime.fitting import compiling, trials
 from lowtide.runtime.model.sample import Sample
 
@@ -47,11 +47,37 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x):
+    def features(self, x):
         self.calls += 1
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        return x
+
+    def forward(self, x):
+        return self.features(x).square().mean()
+
+
+class Scores(Net):
+    """Its loss alone, or with what it is computed from, which ends a graph."""
+
+    def __init__(self, *, beside: bool) -> None:
+        super().__init__()
+        self.beside = beside
+
+    def forward(self, x):
+        scores = self.features(x).view(-1, WIDTH)
+        loss = F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.int64))
+        return (scores, loss) if self.beside else loss
+
+
+class Shuffling(Net):
+    """Adds into places in backward."""
+
+    def features(self, x):
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x)[torch.arange(len(x) - 1, -1, -1)]
+        return x
 
 
 class ReadsOnHost(Net):
@@ -73,7 +99,8 @@ def test_it_is_what_the_compiled_model_saves() -> None:
     compiled = torch.compile(model, dynamic=False)
     given = sample()
     own = {tensor.untyped_storage()._cdata for tensor in (given, *model.parameters(), *model.buffers())}
-    storages = [tensor.untyped_storage() for tensor in compiled(given).grad_fn.saved_tensors]
+    loss = compiled(given)  # saves as long as it lives
+    storages = [tensor.untyped_storage() for tensor in loss.grad_fn.saved_tensors]
     kept = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in own}
     found = found_for(Net())
     assert found is not None
@@ -95,26 +122,75 @@ def test_nothing_is_compiled_and_nothing_is_left_behind(monkeypatch) -> None:
     model = Net()
     assert found_for(model.eval()) is not None
     assert regions_of(model) is None
+    assert not pieces._kept
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_has_no_backward_saves_nothing() -> None:
+def test_a_result_beside_the_loss_changes_nothing() -> None:
+    beside, alone = (found_for(Scores(beside=each)) for each in (True, False))
+    assert beside.all_bytes == pytest.approx(alone.all_bytes, rel=0.01)
+    assert beside.marked_bytes < 0.2 * beside.all_bytes
+
+
+def test_what_backward_adds_up_is_not_saved() -> None:
+    found = found_for(Net())
+    assert found_for(Shuffling()).marked_bytes == found.marked_bytes
+
+
+def test_what_has_no_backward_saves_nothing(monkeypatch) -> None:
+    from torch._inductor import compile_fx
+
     model = Net()
     split = capture(model, sample(), blocks=True)
     model.requires_grad_(requires_grad=False)
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", None)
     assert COMPILATION.saved_as_one(model, split, Sample.of(sample()), 0.5) is None
 
 
-@pytest.mark.parametrize("why", ["not one graph", "another backend", "a partitioner of the user's"])
+@pytest.mark.parametrize("why", ["another backend", "a partitioner of the user's"])
 def test_where_it_cannot_be_told(why: str) -> None:
     from torch._inductor import config
 
-    model, compilation = (ReadsOnHost() if why == "not one graph" else Net()), COMPILATION
-    if why == "another backend":
-        compilation = Compilation({"dynamic": False, "backend": "eager"}, (0.5,), regions=True)
+    backend = {"backend": "eager"} if why == "another backend" else {}
     with config.patch(custom_partitioner_fn=saved._partitioner(None) if "user" in why else None):
-        assert found_for(model, compilation=compilation) is None
+        assert found_for(Net(), compilation=Compilation({"dynamic": False, **backend}, (0.5,), regions=True)) is None
+
+
+def test_a_model_that_is_not_one_graph_is_not() -> None:
+    with pytest.raises(not_one_graph()):
+        found_for(ReadsOnHost())
+
+
+def budget_below_all(model: nn.Module, **options) -> int:
+    with lowtide.fit(model, sample(), memory_budget="1GiB", **options) as plan:
+        base = plan.chain.base_bytes  # what else lives in this process counts, too
+        return base + int(0.7 * (plan.stats().predicted_peak_bytes - base))
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError()])
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_is_not_one_graph_is_traced_once(monkeypatch, error, asked) -> None:
+    for module in (trials, compiling):
+        monkeypatch.setattr(module, "is_timed", lambda device: True)
+    traced, trace = [], Compilation.saved_as_one
+
+    def tracing(*args):
+        traced.append(True)
+        if error is not None:
+            raise error
+        return trace(*args)
+
+    found, ways = [], compiling.CompiledPlanning._ways
+    monkeypatch.setattr(Compilation, "saved_as_one", tracing)
+    monkeypatch.setattr(compiling.CompiledPlanning, "_ways", lambda *args: found.append(ways(*args)) or found[-1])
+    model, options = ReadsOnHost().eval(), {"bandwidth": 0, "strategy": "rotor", "variants": False}
+    compile_stages = {"backend": "eager", **({"regions": True} if asked else {})}
+    budget = budget_below_all(model, **options)
+    with lowtide.fit(model, sample(), memory_budget=budget, compile_stages=compile_stages, **options) as plan:
+        assert regions_of(model) is None
+        assert plan.stats().predicted_peak_bytes <= budget
+    assert len(traced) == 1
 
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:
@@ -126,9 +202,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:
     monkeypatch.setattr(trials.Trials, "with_room_for_all", lambda self: tried.append(with_room(self)) or tried[-1])
     model, plain = Net().eval(), Net().eval()  # dropout would draw other numbers than without compilation
     options = {"bandwidth": 0, "strategy": "rotor"}
-    with lowtide.fit(model, sample(), memory_budget="1GiB", **options) as plan:
-        base = plan.chain.base_bytes  # what else lives in this process counts, too
-        budget = base + int(0.7 * (plan.stats().predicted_peak_bytes - base))
+    budget = budget_below_all(model, **options)
     with lowtide.fit(model, sample(), memory_budget=budget, compile_stages=True, **options) as plan:
         model(sample()).backward()
         assert {each.split.num_stages for each in tried} == {1}  # as parts; the whole model has four

@@ -160,6 +160,7 @@ class CompiledRegions:
         stages = {k: stage for k, stage, _, module in _units_to_compile(model, split) if _has_parts(module)}
         with_variants = _most_frequent(stage.kind for stage in stages.values())
         counts = [1 + len(budgets) if k in stages and s.kind in with_variants else 1 for k, s in split.numbered()]
+        counts = [1 + len(budgets)] if in_part else counts  # whatever it is made of
         self._layer = RegionLayer(model, split, (compilers[0], compilers[1]), counts, self.choice)
         self.install()
 
@@ -299,7 +300,11 @@ class Compilation:
         return _for_equal_numbers(model, self.options, by_rule=by_rule)
 
     def saved_as_one(self, model: nn.Module, split: Split, sample: Sample, share: float) -> Saved | None:
-        """What the model would save as one region, of which a part keeps about a share; None: no compiler tells."""
+        """What the model would save as one region, of which a part keeps about a share; None: no compiler tells.
+
+        Raises:
+            NoRegionsError, and Dynamo's own errors: where the model has no regions.
+        """
         if self.options.get("backend", "inductor") != "inductor":
             return None
         return saved_as_one(model, split, sample, _inductor_options(self.options), share)
@@ -433,6 +438,8 @@ class _Compiler:
             times, and kept short by milestones.
     """
 
+    is_kept = True
+
     def __init__(self, options: Mapping[str, Any], budget: float | None = None, *, in_part: bool = False) -> None:
         self._options = dict(options)
         self._budget = budget
@@ -499,13 +506,14 @@ def _backend(options: Mapping[str, Any], budget: float | None, *, in_part: bool 
         backend, share = lookup_backend(named) if isinstance(named, str) else named, budget
         if share is None:
             return backend(graph, inputs, **settings, **more)
+        own = settings
         if named == "inductor":
-            settings["config_patches"] = {**_passes(milestones=in_part), **settings["config_patches"]}
+            own = {"config_patches": {**_passes(milestones=in_part), **settings["config_patches"]}}
             share = max(share, _NEXT_TO_NOTHING)
         # Variants that were checked, and those that several processes compile, have to be the same each time.
         times = _times() if in_part and not is_distributed() else {}
         with config.patch(activation_memory_budget=share, **times):
-            return backend(graph, inputs, **settings, **more)
+            return backend(graph, inputs, **own, **more)
 
     return compile_graph
 

@@ -67,6 +67,8 @@ def stages_of(graph: fx.Graph, model: nn.Module, split: Split) -> dict[fx.Node, 
         found.update(dict.fromkeys(between, last if trails else k))
         between.clear()
         found[node] = last = k
+    if not found:
+        raise NoRegionsError("none of its operations is known to be of one of its stages")
     found.update(dict.fromkeys(between, split.num_stages))
     return found
 

@@ -32,7 +32,7 @@ def mark_milestones(graph: fx.Graph, share: float) -> None:
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
-    forward = _forward(graph)
+    forward = forward_of(graph)
     milestones = _milestones(forward)
     saved = {
         owner_of(each)
@@ -110,7 +110,7 @@ def _saved_within(limit: float, sizes: Sequence[int], ends: Sequence[int], share
     return places[::-1]
 
 
-def _forward(graph: fx.Graph) -> dict[fx.Node, None]:
+def forward_of(graph: fx.Graph) -> dict[fx.Node, None]:
     """What forward computes, in order, from numbers with a fraction: gradients may flow through it."""
     placeholders = graph.find_nodes(op="placeholder")
     gradients = [node for node in placeholders if "tangents" in str(node.target)]  # as partitioners tell them

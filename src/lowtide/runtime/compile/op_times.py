@@ -72,9 +72,9 @@ def seconds_of(node: fx.Node) -> float:
     is_known = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
     with _disable_current_modes(), torch.no_grad():
         if is_known and all(each.is_floating_point() for each in tensors):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(torch.Tensor, made_up, (args, kwargs))
             return _seconds(lambda: target(*args, **kwargs), _device_of(tensors))
-        copied = [_like(each) for each in results]
+        copied = [made_up(each) for each in results]
         return _seconds(lambda: [each.clone() for each in copied], _device_of(copied))
 
 
@@ -102,7 +102,8 @@ def _described(value: Any) -> str:
     return repr(value)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def made_up(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers in the form of a tensor that has none: random ones, where torch draws them."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     numbers = torch.empty(max(0, extent), dtype=tensor.dtype, device=tensor.device)
     numbers = numbers.normal_() if tensor.dtype in _DRAWN else numbers.fill_(1)

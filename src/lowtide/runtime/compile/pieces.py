@@ -34,6 +34,9 @@ _Entries = list[tuple[Any, _Function]]
 class GraphCompiler(Protocol):
     """Compiles graphs; two that do the same are equal."""
 
+    is_kept: bool
+    """Whether another one that is equal may use what it has compiled."""
+
     def compiled_graph(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> _Function:
         """The function of a graph for such inputs; the graph may be changed on the way."""
 
@@ -68,18 +71,19 @@ _kept: OrderedDict[Hashable, _Entries] = OrderedDict()
 
 def _compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Tensor]) -> _Function:
     """The function of a piece, which equal ones share: in one model, and from one `fit` to the next."""
-    if piece.key is None:
+    if piece.key is None or not compiler.is_kept:
         return _newly_compiled(piece, compiler, inputs)
     storages = [tensor.untyped_storage()._cdata if _is_strided(tensor) else id(tensor) for tensor in inputs]
     are_aligned = tuple(map(_is_aligned, inputs))
     key = piece.key, compiler, tuple(map(_form, inputs)), tuple(map(storages.index, storages)), are_aligned
-    _kept[key] = entries = _kept.pop(key, [])
-    while len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
+    entries = _kept.pop(key, [])
     function = _fitting(entries)
     if function is None:
         function = _newly_compiled(piece, compiler, inputs)
         entries.append((_settings(), function))
+    _kept[key] = entries
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
     return function
 
 

@@ -161,6 +161,8 @@ class RegionLayer(Layer):
         function = self._function(model)
         try:
             return function(model, *args, **kwargs)
+        except NoRegionsError:  # perhaps of a later region: earlier ones have run
+            raise
         except not_one_graph():  # before anything ran
             pass
         with many_compilations(), _logging_ignored():

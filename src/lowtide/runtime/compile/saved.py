@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
-from lowtide.runtime.compile.cutting import NoRegionsError
-from lowtide.runtime.compile.milestones import bytes_of, mark_milestones, owner_of
+from lowtide.runtime.compile.milestones import bytes_of, forward_of, mark_milestones, owner_of
 from lowtide.runtime.compile.modes import in_training
 from lowtide.runtime.compile.must_save import mark
-from lowtide.runtime.compile.regions import Grouping, RegionLayer, not_one_graph, regions_handed_to
+from lowtide.runtime.compile.op_times import made_up
+from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_handed_to
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
 
@@ -40,9 +41,9 @@ class Saved:
 def saved_as_one(
     model: nn.Module, split: Split, sample: Sample, options: Mapping[str, Any], share: float
 ) -> Saved | None:
-    """What a model would save as one region that inductor compiles; None: it has none, or torch does not tell.
+    """What a model would save as one region that inductor compiles; None: it saves nothing, or torch does not tell.
 
-    The model is called, up to where its region would run.
+    The model is called, but none of what Dynamo traces runs: its result is made up.
 
     Args:
         model: the model.
@@ -50,6 +51,9 @@ def saved_as_one(
         sample: what it is called with.
         options: for inductor.
         share: of what it saves, that a part would keep: milestones depend on it.
+
+    Raises:
+        NoRegionsError, and Dynamo's own errors: where the model has no regions.
     """
     from torch._inductor import config
 
@@ -57,18 +61,15 @@ def saved_as_one(
         return None
     foresight = _Foresight(options, share)
     layer = RegionLayer(model, split, ((foresight,), (foresight,)), [1] * split.num_stages, None)
-    stops: tuple[type[Exception], ...] = (_EnoughError, *not_one_graph())
     with in_training(model), torch.enable_grad():
         layer.push()
         try:
-            grouping = Grouping((split.num_stages,))
-            with regions_handed_to(lambda _, region, args: region(*args), model, grouping):
+            with regions_handed_to(lambda _, region, args: region(*args), model, Grouping((split.num_stages,))):
                 sample.call(model)
-        except stops:
-            pass
         finally:
             layer.remove()
-    return foresight.saved
+    found = foresight.saved
+    return found if found.all_bytes else None
 
 
 class _EnoughError(Exception):
@@ -76,40 +77,59 @@ class _EnoughError(Exception):
 
 
 class _Foresight:
-    """Takes graphs as a compiler does, and finds what they would save; what it makes of them cannot be run."""
+    """Takes graphs as a compiler does, and finds what they would save; what it makes of them computes nothing.
+
+    A region may be more than one graph: it is cut behind results that it goes on computing with. Of what crosses from
+    one graph to the next, what is saved is there whatever share is kept.
+    """
+
+    is_kept = False
 
     def __init__(self, options: Mapping[str, Any], share: float) -> None:
         self._options, self._share = options, share
-        self.saved: Saved | None = None
+        self._crossing: list[torch.Tensor] = []
+        self._enters: list[bool] = []
+        """For each input of the graph that is looked at, whether another graph has made it."""
+        self.saved = Saved(0, 0)
 
-    def compiled_graph(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., NoReturn]:
-        """Find what the graph saves."""
+    def compiled_graph(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """Find what the graph saves, if it has a backward."""
         from torch._inductor.compile_fx import compile_fx  # importing it takes seconds
 
+        results = [node.meta["example_value"] for node in graph.graph.output_node().all_input_nodes]
+        self._enters = [any(tensor is other for other in self._crossing) for tensor in inputs]
         patches = {**self._options, "custom_partitioner_fn": _partitioner(self._found), "force_disable_caches": True}
-        try:
-            compile_fx(graph, inputs, config_patches=patches)
-        except _EnoughError:
-            return _stop
-        raise NoRegionsError("there is no backward")
+        with suppress(_EnoughError):
+            compile_fx(graph, inputs, inner_compile=_enough, config_patches=patches)
+        made = tuple(made_up(each).requires_grad_(each.requires_grad) for each in results)
+        self._crossing += made
+        return lambda *_: made
 
     def _found(self, joint: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> NoReturn:
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch.utils.checkpoint import CheckpointPolicy
 
-        marked = copy.deepcopy(joint)
+        marked = copy.deepcopy(joint.graph)
+        placeholders = joint.graph.find_nodes(op="placeholder")  # gradients of results come last
+        entering = {node.name for node, enters in zip(placeholders, self._enters, strict=False) if enters}
         forward, _ = min_cut_rematerialization_partition(joint, inputs, **more)
         ends: Any = forward.graph.output_node().args[0]
         saved = {owner_of(each) for each in ends[more["num_fwd_outputs"] :] if isinstance(each, fx.Node)}
-        num_bytes = sum(bytes_of(each) for each in saved if each.op != "placeholder")
-        mark(marked.graph)
-        mark_milestones(marked.graph, self._share)
-        must_save = (n for n in marked.graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE)
-        self.saved = Saved(num_bytes, sum(map(bytes_of, must_save)))
+        own_bytes = sum(bytes_of(each) for each in saved if each.op != "placeholder")
+        crossing_bytes = sum(bytes_of(each) for each in saved if each.name in entering)
+        mark(marked)
+        mark_milestones(marked, self._share)
+        must_save = [n for n in forward_of(marked) if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+        returned = set(map(owner_of, marked.output_node().all_input_nodes))
+        marked_bytes = sum(bytes_of(node) for node in must_save if node not in returned)
+        before = self.saved
+        self.saved = Saved(
+            before.all_bytes + own_bytes + crossing_bytes, before.marked_bytes + marked_bytes + crossing_bytes
+        )
         raise _EnoughError
 
 
-def _stop(*_: Any) -> NoReturn:
+def _enough(*_: Any, **__: Any) -> NoReturn:
     raise _EnoughError
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
-from lowtide.runtime.compile.compiled import Compilation, CompiledModel, copies_images, num_alike
+from lowtide.runtime.compile.compiled import CompiledModel, copies_images, num_alike
+from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.layouts import enters_with_channels_last
 from lowtide.runtime.fitting.planning import WITH_ROOM_FOR_ALL, Trial
@@ -113,6 +114,8 @@ class CompiledPlanning:
         """What a step takes that stores everything they save."""
         self._saved: Saved | None = None
         """What the model would save as one region, where that was asked."""
+        self._has_regions = True
+        """As far as is known: a model that is not one graph has none."""
         self._update_bytes = 0
         """What is there while the optimizer makes its step."""
         self._unknown_bytes = 0
@@ -140,7 +143,7 @@ class CompiledPlanning:
         if decides:
             self._num_alike = num_alike(self._model, self._blocks)
             self._budgets = self._budgets if self._repeats else ()
-        whole = None if trials is None else _as_one_region(self._model, self._compilation, trials)
+        whole = None if trials is None else self._as_one_region(trials)
         if whole is not None and (whole[0].rehearsed_peak_bytes or 0) <= settings.memory_budget:
             beside = decides and self._repeats
             self._leave_layout()
@@ -297,10 +300,13 @@ class CompiledPlanning:
         the whole model takes is not known where it cannot fit; what is computed again then tells which of the two large
         ways is tried.
         """
+        if not self._has_regions:
+            return [_Way(0.0, regions=self._settings.regions is True)]
         part, joint = self._in_part(whole), [] if whole is None else self._joint(whole.split, _without_unknown(whole))
         if self._settings.regions is True:  # single regions fuse less than the whole model
-            single = _Way(0.0 if whole is None else whole.solution.seconds, regions=True)
-            return sorted([*part, single, *joint], key=lambda way: way.seconds)
+            least = 0.0 if whole is None else whole.solution.seconds
+            part = [replace(way, seconds=_IN_PART * least) for way in part]
+            return sorted([*part, _Way(least, regions=True), *joint], key=lambda way: way.seconds)
         if self._num_alike < _MANY_ALIKE:
             if whole is None and self._eager is not None:
                 joint = self._joint(*self._eager)
@@ -366,11 +372,38 @@ class CompiledPlanning:
         if self._update_bytes <= budget < self._eager_bytes:
             trials.say("tracing the model as one region")
             share = (budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes)
-            with preserved(self._model):
-                self._saved = self._compilation.saved_as_one(self._model, split, self._sample, share)
+            self._saved = self._saved_as_one(split, share)
         if self._saved is not None:
             least = chain.fixed_bytes + self._saved.all_bytes + self._unknown_bytes
-        return trials if budget >= max(least, self._update_bytes) else None
+        return trials if self._has_regions and budget >= max(least, self._update_bytes) else None
+
+    def _saved_as_one(self, split: Split, share: float) -> Saved | None:
+        try:
+            with preserved(self._model):
+                return self._compilation.saved_as_one(self._model, split, self._sample, share)
+        except not_one_graph():
+            self._has_regions = False
+        except torch.OutOfMemoryError:
+            pass
+        return None
+
+    def _as_one_region(self, trials: Trials) -> tuple[Planned, CompiledModel] | None:
+        """Everything stored and compiled as one, whether or not it stays within the budget; None: that cannot be.
+
+        What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
+        """
+        trials.say("compiling the model as one region")
+        compiled = replace(self._compilation, budgets=(), regions=True).of(self._model, trials.split)
+        try:
+            found = trials.with_room_for_all()
+            return replace(found, solution=_priced(found.solution, found.rehearsed_peak_bytes or 0)), compiled
+        except BaseException as error:
+            compiled.remove()
+            if not isinstance(error, impossible()):
+                raise
+            self._has_regions = not isinstance(error, not_one_graph())
+        let_go(device_of(self._model))
+        return None
 
     def _in_part(self, whole: Planned | None) -> list[_Way]:
         """The way that keeps a part of what the model as one region would save, where variants were asked for and steps
@@ -408,24 +441,6 @@ class CompiledPlanning:
         except InfeasibleBudgetError:
             return []
         return [_Way(seconds, regions=True, joint=(split, chain))]
-
-
-def _as_one_region(model: nn.Module, compilation: Compilation, trials: Trials) -> tuple[Planned, CompiledModel] | None:
-    """Everything stored and compiled as one, whether or not it stays within the budget; None: that cannot be.
-
-    What the stages take by themselves does not show what a compiler saves across them, in time and in memory.
-    """
-    trials.say("compiling the model as one region")
-    compiled = replace(compilation, budgets=(), regions=True).of(model, trials.split)
-    try:
-        found = trials.with_room_for_all()
-        return replace(found, solution=_priced(found.solution, found.rehearsed_peak_bytes or 0)), compiled
-    except BaseException as error:
-        compiled.remove()
-        if not isinstance(error, impossible()):
-            raise
-    let_go(device_of(model))
-    return None
 
 
 def _without_unknown(planned: Planned) -> Chain:

@@ -21,6 +21,7 @@ from torch import nn
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel, variant_name
+from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.planning import Attempt, Infeasible
 from lowtide.runtime.fitting.rehearsal import let_go
@@ -89,6 +90,7 @@ class KeptInPart:
 
         Raises:
             InfeasibleBudgetError: none of those that were tried does, or may be used.
+            NoRegionsError, and Dynamo's own errors: it does not compile.
         """
         budget, fixed_bytes = self._eager.asked.memory_budget, self._chain.fixed_bytes
         best: tuple[Planned, CompiledModel] | None = None
@@ -104,6 +106,10 @@ class KeptInPart:
                     best = planned, compiled  # it keeps more than one before that fits, and computes less again
             except torch.OutOfMemoryError:
                 num_bytes, seconds = fixed_bytes + int(_OUT_OF_MEMORY * room), 0.0
+            except not_one_graph():
+                if best is None:
+                    raise
+                break
             finally:
                 compiled.remove()
                 let_go(device_of(self._model))
@@ -135,8 +141,7 @@ class KeptInPart:
 
 
 def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
-    """The share to try first, by what the stages take without compilation; None: the least is too much, or nothing is
-    saved.
+    """The share to try first, by what the stages take without compilation; None: the least is too much.
 
     What a stage saves is taken to be kept in that share, besides what is always saved, and the rest to be there again
     while its backward runs. So the first stages of a network for images, which are the largest, count as they do.
@@ -146,8 +151,6 @@ def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
         saved: what the compiler would save of all of them as one region.
         memory_budget: for a step.
     """
-    if not saved.all_bytes:
-        return None
     stored = solve(chain, memory_budget=_NO_LIMIT, strategy="store-all", manage_weights=False)
     ratio = saved.all_bytes / sum(stage.saved_bytes for stage in chain.stages)
 
