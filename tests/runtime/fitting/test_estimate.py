@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.coverage_shapes import UNet
+from tests.runtime.models import residuals
 from torch import nn
 
 import lowtide
@@ -128,3 +129,19 @@ def test_the_least_budget_of_a_network_with_side_values_is_the_same_for_every_bu
     assert scarce.chain.num_stages == ample.chain.num_stages
     assert scarce.minimum_bytes == ample.minimum_bytes
     assert lowtide.estimate(model, x, memory_budget=scarce.minimum_bytes, **options).fits
+
+
+def test_the_least_is_that_of_finer_cuts_where_they_help_as_in_fit() -> None:
+    with torch.device("meta"):
+        model, x = residuals(64), torch.empty(4096, 64)
+    options: dict[str, Any] = {"device": "a100", "optimizer": "sgd", "bandwidth": 0}
+    ample = lowtide.estimate(model, x, memory_budget="1GiB", **options)
+    with pytest.raises(lowtide.InfeasibleBudgetError) as coarse:
+        lowtide.solve(ample.chain, memory_budget=1)
+    assert ample.minimum_bytes < 0.9 * coarse.value.minimum_bytes
+    scarce = lowtide.estimate(model, x, memory_budget=ample.minimum_bytes, **options)
+    assert scarce.fits
+    assert scarce.minimum_bytes == ample.minimum_bytes
+    assert scarce.chain.num_stages > ample.chain.num_stages
+    by_hand = lowtide.estimate(model, x, stages=["*"], memory_budget=ample.minimum_bytes, **options)
+    assert not by_hand.fits

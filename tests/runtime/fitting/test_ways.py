@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.coverage_shapes import UNet
+from tests.runtime.models import residuals
 from tests.runtime.training import Numbers, assert_equal, train
 from torch import nn
 
 import lowtide
 from lowtide import InfeasibleBudgetError
 from lowtide.runtime.capture.capture import capture
-from lowtide.runtime.fitting import trials
+from lowtide.runtime.fitting import trials, ways
 from lowtide.runtime.fitting.trials import Planned
 from lowtide.runtime.measure.figures import Measurer
 from lowtide.runtime.measure.stage_figures import StageFigures
@@ -114,3 +115,42 @@ def test_allowing_offloading_never_raises_the_least_budget() -> None:
             lowtide.fit(model, torch.randn(256, 64), memory_budget=1, bandwidth=bandwidth, loss=loss)
         least.append(caught.value.minimum_bytes)
     assert least[0] <= least[1]
+
+
+@pytest.mark.parametrize("bandwidth", [0, "10GB/s"])
+def test_where_memory_is_short_a_model_is_cut_more_finely(bandwidth: int | str) -> None:
+    def trained(model: nn.Module) -> Numbers:
+        return train(model, batches, loss=loss, input_grads=False)
+
+    batches = list(torch.randn(3, 1024, 16, generator=torch.Generator().manual_seed(1)))
+    x = batches[0]
+    options: dict[str, Any] = {"bandwidth": bandwidth, "loss": loss, "optimizer": "adam"}
+    chain = lowtide.measure(residuals(16), x, loss=loss, optimizer="adam")
+    with pytest.raises(InfeasibleBudgetError) as coarse:
+        lowtide.solve(chain, memory_budget=1, bandwidth=bandwidth or None)
+    with pytest.raises(InfeasibleBudgetError) as fine:
+        lowtide.fit(residuals(16), x, memory_budget=1, **options)
+    room = coarse.value.minimum_bytes - fine.value.minimum_bytes
+    assert room > 0.15 * coarse.value.minimum_bytes
+    model = residuals(16)
+    with lowtide.fit(model, x, memory_budget=fine.value.minimum_bytes + room // 2, **options) as plan:
+        assert plan.chain.num_stages > chain.num_stages
+        found = trained(model)
+    assert_equal(found, trained(residuals(16)))
+    with lowtide.fit(residuals(16), x, memory_budget="1GiB", **options) as plan:
+        assert plan.chain.num_stages == chain.num_stages
+
+
+@pytest.mark.parametrize("why", ["the largest cannot be cut", "by hand"])
+def test_nothing_is_measured_where_finer_cuts_do_not_help(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    measured = []
+    measured_for = ways.measured_for
+    monkeypatch.setattr(ways, "measured_for", lambda *args: measured.append(args[2]) or measured_for(*args))
+    model, options = residuals(16), {}
+    if why == "by hand":
+        options["stages"] = ["*"]
+    else:
+        model = nn.Sequential(*model, nn.Linear(16, 512), nn.Softmax(-1))
+    with pytest.raises(InfeasibleBudgetError):
+        lowtide.fit(model, torch.randn(1024, 16), memory_budget=1, bandwidth=0, loss=loss, **options)
+    assert [settings.finest for settings in measured] == [False]

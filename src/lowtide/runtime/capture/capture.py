@@ -52,6 +52,7 @@ def capture(
     loss: Callable[[Any], Any] | None = None,
     closed: frozenset[str] = frozenset(),
     blocks: bool = False,
+    finest: bool = False,
 ) -> Split:
     """Find the stages of a model.
 
@@ -64,6 +65,7 @@ def capture(
         loss: what the caller computes from the model's output, where it is known.
         closed: paths of submodules that are not to be cut inside.
         blocks: cut between the repeated blocks of the model, not inside them; see `lowtide.runtime.capture.blocks`.
+        finest: cut inside smaller stages, too: more to measure and to solve, and more that can be freed.
 
     Returns:
         The split; see `lowtide.runtime.model.split`.
@@ -92,7 +94,7 @@ def capture(
     if stages is None:
         for call in observation.calls:
             call.opaque |= call.path in closed
-        cuts = choose(observation, possible_cuts(observation))
+        cuts = choose(observation, possible_cuts(observation), finest=finest)
     else:
         cuts = _by_hand(model, observation, stages)
     cuts, units, trailing = settle(observation, cuts)

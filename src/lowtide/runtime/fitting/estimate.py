@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lowtide.chain import Chain
-from lowtide.errors import InfeasibleBudgetError
-from lowtide.runtime.capture.capture import StageNames, check_arguments
+from lowtide.runtime.capture.capture import StageNames, capture, check_arguments
+from lowtide.runtime.fitting.solving import cuts_the_peak, leanest_of
 from lowtide.runtime.measure.cards import Card, find_card
 from lowtide.runtime.measure.counting import counting, without_data
 from lowtide.runtime.measure.measure import capture_and_measure
@@ -137,26 +138,26 @@ def estimate(
     budget = int(card.memory_bytes * (1 - RESERVE)) if memory_budget is None else parse_budget(memory_budget)
     link = card.link_bytes_per_second if bandwidth is None else parse_bandwidth(bandwidth)
     empty, shapes = without_data(model), tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), sample)
+    measured = partial(
+        capture_and_measure,
+        empty,
+        shapes,
+        stages=stages,
+        loss=loss,
+        optimizer=optimizer,
+        name=type(model).__name__,
+        grads_resident=grads_resident,
+        keeps_result=keeps_result,
+        progress=progress,
+    )
     with counting(card) as counter:
-        _, chain = capture_and_measure(
-            empty,
-            shapes,
-            stages=stages,
-            loss=loss,
-            optimizer=optimizer,
-            name=type(model).__name__,
-            grads_resident=grads_resident,
-            keeps_result=keeps_result,
-            progress=progress,
-        )
-    plain = solve(chain, memory_budget=2**62, strategy="store-all")
-    least = _least_bytes(chain, link)
+        split, chain = measured()
+        plain = solve(chain, memory_budget=2**62, strategy="store-all")
+        leanest = leanest_of(partial(solve, chain, bandwidth=link))
+        least = leanest.peak_bytes
+        if stages is None and cuts_the_peak(capture(empty, shapes, loss=loss, finest=True), split, leanest):
+            _, finer = measured(finest=True)  # as `fit` does where memory is short
+            chain = finer if budget < least else chain
+            least = min(least, leanest_of(partial(solve, finer, bandwidth=link)).peak_bytes)
     solution = None if budget < least else solve(chain, memory_budget=budget, bandwidth=link, progress=progress)
     return Estimate(card, budget, chain, plain, solution, least, counter.num_guesses)
-
-
-def _least_bytes(chain: Chain, bandwidth: int) -> int:
-    try:
-        return solve(chain, memory_budget=1, bandwidth=bandwidth).peak_bytes
-    except InfeasibleBudgetError as error:
-        return error.minimum_bytes

@@ -13,8 +13,10 @@ from lowtide.runtime.capture.capture import StageNames
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import host_bytes
 from lowtide.runtime.plan.placing import Placed
+from lowtide.schedule import COMPUTATIONS
 from lowtide.solve import Solution, solve
 
 # What a repeated forward must gain at the least: the executor's own work for it, which is the host's and in no chain.
@@ -59,6 +61,8 @@ class Settings:
     """The model's weights are on the lower tier."""
     in_blocks: bool = False
     """Cut between blocks, as where they are compiled, and not inside them."""
+    finest: bool = False
+    """Cut as finely as helps, since memory is short."""
     most_stages: int = 0
     """Compiled in regions, join stages where there are more than so many; 0: do not."""
     each_trial_compiles: bool = False
@@ -96,6 +100,22 @@ def leanest_solution(chain: Chain, settings: Settings) -> Solution:
         return solution_for(with_even_times(chain, settings.bandwidth), settings).on(chain)
     except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
         return solution_for(chain, settings)
+
+
+def leanest_of(solved: Callable[..., Solution]) -> Solution:
+    """Of what is solved for with some `memory_budget`, a schedule within the least."""
+    try:
+        return solved(memory_budget=1)
+    except InfeasibleBudgetError as error:
+        return solved(memory_budget=error.minimum_bytes)
+
+
+def cuts_the_peak(finest: Split, split: Split, leanest: Solution) -> bool:
+    """Whether the finest split cuts the stage in which the leanest schedule for another one takes the most."""
+    operation = leanest.trace.steps[leanest.trace.peak_index].operation
+    if not isinstance(operation, COMPUTATIONS):
+        return True
+    return split.stages[operation.stage - 1].units not in {stage.units for stage in finest.stages}
 
 
 def with_even_times(chain: Chain, bandwidth: int) -> Chain:

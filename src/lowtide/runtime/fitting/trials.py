@@ -239,6 +239,7 @@ def measured_for(
         stages=settings.stages,
         loss=settings.loss,
         blocks=compilation is not None or settings.in_blocks,
+        finest=settings.finest,
         without_running=settings.placed is not None,
     )
     return found

@@ -22,7 +22,7 @@ from lowtide.runtime.fitting.moving import (
     why_not,
 )
 from lowtide.runtime.fitting.rehearsal import let_go
-from lowtide.runtime.fitting.solving import Settings
+from lowtide.runtime.fitting.solving import Settings, cuts_the_peak, leanest_of, solution_for
 from lowtide.runtime.fitting.trials import (
     Planned,
     RealStep,
@@ -33,6 +33,7 @@ from lowtide.runtime.fitting.trials import (
     measured_for,
     planned_after,
 )
+from lowtide.runtime.measure.measure import capture_for
 from lowtide.runtime.measure.stage_figures import StageFigures
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split
@@ -54,8 +55,10 @@ def plan_for(
     """Measure, solve, try the schedule in one step, and correct the prediction where it was off.
 
     Where no schedule stays within the budget although activations may move, it is tried without moving them: what
-    stages take is counted from above where they may, so that allowing it could cost memory. Where that does not help,
-    or a trial shows that it is faster, weights, gradients and optimizer state move to the host, if they may.
+    stages take is counted from above where they may, so that allowing it could cost memory. Where that does not help
+    either, the model is cut more finely, if that cuts the stage in which the leanest schedule takes the most. After
+    that, or where a trial shows that it is faster, weights, gradients and optimizer state move to the host, if they
+    may.
 
     Args:
         model: the model.
@@ -85,32 +88,50 @@ def plan_for(
             accepts = goes_on and not may_move
             return CompiledPlanning(model, sample, settings, after, tier=tier, goes_on=accepts).plan()
     of_kind: dict[str, StageFigures] = {}  # what stages take by themselves is the same in all ways
-    ways = [settings]
-    if settings.bandwidth and settings.strategy == AUTO:
-        ways.append(replace(settings, bandwidth=0))
-    if may_move:
-        ways.append(replace(settings, strategy=STRATEGY))
-    measured: dict[bool, tuple[Split, Chain]] = {}  # by whether values may move
+    ways = _ways(settings, may_move=may_move)
+    measured: dict[tuple[bool, bool], tuple[Split, Chain]] = {}  # by whether values may move, and whether cut finely
     refused: list[tuple[int, str]] = []
     for way in ways:
-        if (way.bandwidth > 0) not in measured:
+        moves, accepts = way.bandwidth > 0, goes_on and way is ways[-1]
+        if way.finest and not goes_on and not _frees_more(model, sample, way, *measured[moves, False]):
+            continue
+        if (moves, way.finest) not in measured:
             split, (chain, _) = measured_for(model, sample, way, of_kind)
-            measured[way.bandwidth > 0] = split, chain
-        split, chain = measured[way.bandwidth > 0]
-        accepts = goes_on and way is ways[-1]
+            measured[moves, way.finest] = split, chain
+        split, chain = measured[moves, way.finest]
         try:
             found = planned_after(model, sample, split, chain, way, after, tier=tier, goes_on=accepts)
         except InfeasibleBudgetError as error:
             least = error.minimum_bytes
             is_alone = way.bandwidth != settings.bandwidth
-            refused.append((least, _below_alone(settings, least, refused[0][0]) if is_alone else str(error)))
+            refused.append((least, _below_alone(settings, least, refused[-1][0]) if is_alone else str(error)))
             continue
         if way.strategy == STRATEGY != settings.strategy:
             found = _explained(found, min(least for least, _ in refused))
-        elif may_move and after is None and way is settings:
+        elif may_move and after is None and moves:
             found = _with_weights_moved(found, model, sample, chain, way, tier)
         return found, None
     raise least_refusal(refused, settings.memory_budget, reason if settings.bandwidth else "")
+
+
+def _ways(settings: Settings, *, may_move: bool) -> list[Settings]:
+    """What is tried in turn, as long as nothing stays within the budget."""
+    ways = [settings]
+    if settings.bandwidth and settings.strategy == AUTO:
+        ways.append(replace(settings, bandwidth=0))
+    if settings.stages is None and settings.strategy != STRATEGY:
+        ways += [replace(way, finest=True) for way in ways]
+    if may_move:
+        ways.append(replace(settings, strategy=STRATEGY))
+    return ways
+
+
+def _frees_more(model: nn.Module, sample: Sample, settings: Settings, split: Split, chain: Chain) -> bool:
+    """Whether cutting more finely than this may need less."""
+    visits = settings.placed is not None
+    finest, _ = capture_for(lambda _: None, model, sample, without_running=visits, loss=settings.loss, finest=True)
+    leanest = leanest_of(lambda memory_budget: solution_for(chain, replace(settings, memory_budget=memory_budget)))
+    return cuts_the_peak(finest, split, leanest)
 
 
 def _with_weights_moved(

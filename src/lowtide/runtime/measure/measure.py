@@ -142,6 +142,7 @@ def capture_and_measure(
     *,
     stages: StageNames | None = None,
     loss: Callable[[Any], Any] | None = None,
+    finest: bool = False,
     **options: Any,
 ) -> tuple[Split, Chain]:
     """Split and measure a model; arguments as for `measure` and `capture`."""
@@ -149,7 +150,7 @@ def capture_and_measure(
     def work(split: Split) -> Chain:
         return measure_split(model, split, sample, loss=loss, **options)
 
-    return capture_for(work, model, sample, stages=stages, loss=loss)
+    return capture_for(work, model, sample, stages=stages, loss=loss, finest=finest)
 
 
 def capture_for(
@@ -158,9 +159,8 @@ def capture_for(
     sample: Any,
     *,
     stages: StageNames | None = None,
-    loss: Callable[[Any], Any] | None = None,
-    blocks: bool = False,
     without_running: bool = False,
+    **options: Any,
 ) -> tuple[Split, Result]:
     """The split of a model and what `work` makes of it; other arguments as for `capture`.
 
@@ -170,7 +170,7 @@ def capture_for(
     closed: frozenset[str] = frozenset()
     captured = capture_without_data if without_running else capture
     for _ in range(_MOST_ATTEMPTS):
-        split = captured(model, sample, stages=stages, loss=loss, closed=closed, blocks=blocks)
+        split = captured(model, sample, stages=stages, closed=closed, **options)
         try:
             return split, work(split)
         except UnfaithfulStageError as error:
