@@ -139,6 +139,17 @@ def test_compiling_sees_which_inputs_are_parameters(weight) -> None:
     assert compiler.fixed == [[0], []]
 
 
+def test_what_was_compiled_stays_where_the_same_fails_in_other_modes(weight) -> None:
+    compiler = Recording()
+    PieceFunction(piece_of(), compiler)([weight], (images(),))
+    compile_graph, compiler.compiled_graph = compiler.compiled_graph, Failing(ValueError("no")).compiled_graph
+    with torch.no_grad(), pytest.raises(NoRegionsError):
+        PieceFunction(piece_of(), compiler)([weight], (images(),))
+    compiler.compiled_graph = compile_graph
+    PieceFunction(piece_of(), compiler)([weight], (images(),))
+    assert len(compiler.shapes) == 1
+
+
 def test_a_compiler_that_fails_is_said_and_memory_that_lacks_is_not_hidden(weight) -> None:
     with pytest.raises(NoRegionsError, match="compiling one failed: no such kernel"):
         PieceFunction(piece_of(), Failing(ValueError("no such kernel")))([weight], (images(),))

@@ -454,18 +454,21 @@ def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
 
 @pytest.mark.usefixtures("_timed")
 def test_what_trials_compile_is_bounded() -> None:
+    """Whichever way is the fastest, which times on this machine decide."""
     backend, model, text = Counting(), Simple(depth=2), texts(batch=64)[0]
     options = {**OPTIONS, "variants": True}
     with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
         assert len(backend.graphs) == 2  # all as one, and a block
         model(text).backward()
         assert len(backend.graphs) == 2
-        budget = less_than_all(plan)
+        budget, num_stages = less_than_all(plan), 4  # two blocks, and what is before and after them
     backend = Counting()
     model.zero_grad()
-    with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
+    with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)):
         model(text).backward()
-        assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
+    of_all = [graph for graph in backend.graphs if {F.embedding, F.cross_entropy} <= graph]
+    assert len(of_all) <= 1 + 3  # the whole, and the shares of it that are tried
+    assert len(backend.graphs) - len(of_all) <= 2 * num_stages + 5  # two schedules that join, and a block in five ways
 
 
 class Growing(nn.Module):
@@ -520,6 +523,21 @@ def test_blocks_that_all_differ_are_compiled_in_a_few_regions(monkeypatch) -> No
         assert_equal(train(model, texts(batch=64)), compiled_numbers(Growing, backend=UNPARTITIONED, batch=64))
         assert plan.stats().recomputed_per_step > 0
         assert len(backend.graphs) <= most + 1
+
+
+@pytest.mark.usefixtures("_timed", "_even")
+def test_a_compiler_that_fails_for_the_whole_model_may_compile_smaller_regions() -> None:
+    def backend(graph, inputs):
+        if sum(node.op == "call_function" for node in graph.graph.nodes) > 12:
+            raise RuntimeError("too large")
+        return torch._dynamo.lookup_backend(UNPARTITIONED)(graph, inputs)
+
+    model, text = Growing(), texts(batch=64)[0]
+    with lowtide.fit(model, text, memory_budget="1GiB", **OPTIONS, **auto_with(backend)) as plan:
+        assert regions_of(model) is None  # if all is stored, regions are joined again
+        budget = less_than_all(plan)
+    with lowtide.fit(model, text, memory_budget=budget, **OPTIONS, **auto_with(backend)):
+        assert regions_of(model) is not None
 
 
 OF_ALL, OF_JOINED, OF_BLOCKS = 0.043, 0.045, 0.088
@@ -706,7 +724,9 @@ def four_stages(seconds: float) -> lowtide.Chain:
     )
 
 
-def test_blocks_that_many_share_are_known_by_the_sum_of_their_stages(monkeypatch) -> None:
+@pytest.mark.parametrize("stages", [None, 4.0])
+def test_blocks_that_many_share_are_known_by_the_sum_of_their_stages(monkeypatch, stages) -> None:
+    """What is joined is as much faster than the stages without compilation as blocks are, and recomputes as they do."""
     asked = []
 
     def measured(model, sample, settings):
@@ -714,12 +734,19 @@ def test_blocks_that_many_share_are_known_by_the_sum_of_their_stages(monkeypatch
         return None, (four_stages(1.0), _Compiled(regions=False))
 
     monkeypatch.setattr(compiling, "measured_for", measured)
-    planning = planning_for(4000)
+    planning = planning_for(3500)
     part = compiling._Way(99.0, True, part=PART)
     planning._in_part = lambda whole: [part]
+    joint = []
+    if stages is not None:
+        planning._eager = None, four_stages(stages)
+        solution = lowtide.solve(four_stages(1.0), memory_budget=3500, strategy="rotor", manage_weights=False)
+        joint = [(pytest.approx(solution.seconds), True, None)]
     ways = planning._ways(None)
     assert [(each.regions, each.budgets) for each in asked] == [(False, ())]
-    assert [(way.seconds, way.regions, way.part) for way in ways] == [
+    found = [(way.seconds, way.regions, way.part) for way in ways]
+    assert [each for each in found if each in joint] == joint
+    assert [each for each in found if each not in joint] == [
         (8.0, False, None),
         (pytest.approx(8.4), True, PART),  # as long as that, and what is computed again
         (math.inf, True, None),
@@ -808,6 +835,12 @@ def test_regions_alone_are_joined_or_single() -> None:
         (pytest.approx(4.5), True, False),
     ]
     assert planning_for(regions=True)._ways(None) == [compiling._Way(0.0, True)]
+    planning = planning_for(stored.peak_bytes - 1, regions=True)
+    planning._eager = None, four_stages(0.5)  # the whole model was not tried
+    assert [(way.seconds, way.joint is None) for way in planning._ways(None)] == [
+        (0.0, True),
+        (pytest.approx(4.5), False),
+    ]
 
 
 @pytest.mark.parametrize("asked", [{"strategy": "joint"}, {"strategy": "offload"}, {"step_in_backward": True}])

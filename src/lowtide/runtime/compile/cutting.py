@@ -21,6 +21,10 @@ class NoRegionsError(PlanError):
     """Why a model's forward cannot be cut into regions."""
 
 
+class NotCompiledError(NoRegionsError):
+    """Why one region does not compile; smaller ones may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a graph as a function of its own.

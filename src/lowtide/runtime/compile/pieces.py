@@ -18,7 +18,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.runtime.compile.cutting import NoRegionsError, Piece
+from lowtide.runtime.compile.cutting import NotCompiledError, Piece
 
 # Compiled pieces that are kept for the next `fit`: those of a few models in all their variants.
 _MOST_KEPT = 512
@@ -76,12 +76,13 @@ def _compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Tensor])
     storages = [tensor.untyped_storage()._cdata if _is_strided(tensor) else id(tensor) for tensor in inputs]
     are_aligned = tuple(map(_is_aligned, inputs))
     key = piece.key, compiler, tuple(map(_form, inputs)), tuple(map(storages.index, storages)), are_aligned
-    entries = _kept.pop(key, [])
+    entries = _kept.get(key, [])
     function = _fitting(entries)
     if function is None:
         function = _newly_compiled(piece, compiler, inputs)
         entries.append((_settings(), function))
-    _kept[key] = entries
+    _kept[key] = entries  # only now: what fails leaves nothing
+    _kept.move_to_end(key)
     while len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)
     return function
@@ -99,7 +100,7 @@ def _newly_compiled(piece: Piece, compiler: GraphCompiler, inputs: list[torch.Te
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler is a program of others: whatever it raises, it did not compile this
-        raise NoRegionsError(f"compiling one failed: {error}") from error
+        raise NotCompiledError(f"compiling one failed: {error}") from error
 
 
 def _mark_fixed(module: fx.GraphModule, num_fixed: int) -> None:

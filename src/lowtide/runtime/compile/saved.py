@@ -55,9 +55,13 @@ def saved_as_one(
     Raises:
         NoRegionsError, and Dynamo's own errors: where the model has no regions.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
 
-    if getattr(config, "custom_partitioner_fn", True) is not None:  # there is none, or one of the user's
+    own = "custom_partitioner_fn"
+    if getattr(config, own, True) is not None or own in options:  # torch has no such setting, or the user has set it
+        return None
+    if functorch_config.activation_memory_budget != 1:  # less is saved already, as the user has set it
         return None
     foresight = _Foresight(options, share)
     layer = RegionLayer(model, split, ((foresight,), (foresight,)), [1] * split.num_stages, None)

@@ -13,6 +13,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import InfeasibleBudgetError
 from lowtide.runtime.compile.compiled import CompiledModel, copies_images, num_alike
+from lowtide.runtime.compile.cutting import NotCompiledError
 from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.compile.saved import Saved
 from lowtide.runtime.fitting.layouts import enters_with_channels_last
@@ -263,7 +264,7 @@ class CompiledPlanning:
                 if way.is_single:
                     refused.append((error.minimum_bytes, str(error)))
             except impossible():
-                if way.is_single:
+                if way is last:
                     raise
         if best is None:
             raise least_refusal(refused, self._settings.memory_budget)
@@ -302,14 +303,14 @@ class CompiledPlanning:
         """
         if not self._has_regions:
             return [_Way(0.0, regions=self._settings.regions is True)]
-        part, joint = self._in_part(whole), [] if whole is None else self._joint(whole.split, _without_unknown(whole))
+        part = self._in_part(whole)
+        stages = self._eager if whole is None else (whole.split, _without_unknown(whole))
+        joint = [] if stages is None else self._joint(*stages)
         if self._settings.regions is True:  # single regions fuse less than the whole model
             least = 0.0 if whole is None else whole.solution.seconds
             part = [replace(way, seconds=_IN_PART * least) for way in part]
             return sorted([*part, _Way(least, regions=True), *joint], key=lambda way: way.seconds)
         if self._num_alike < _MANY_ALIKE:
-            if whole is None and self._eager is not None:
-                joint = self._joint(*self._eager)
             large = sorted([*part, *joint], key=lambda way: way.seconds)
             if whole is None:
                 large = [*large[:1], *(replace(way, seconds=math.inf) for way in large[1:])]
@@ -321,8 +322,10 @@ class CompiledPlanning:
             seconds = chain.compute_seconds if whole is None else self._seconds_with_all_stored(split, chain)
         finally:
             compiled.remove()
-        if whole is None:
+        if whole is None:  # they take as long as blocks, and what is computed again
+            ratio = seconds / stages[1].compute_seconds if stages else 1.0
             part = [replace(way, seconds=_IN_PART * seconds) for way in part]
+            joint = [replace(way, seconds=ratio * way.seconds) for way in joint]
         blocks = [_Way(seconds, regions=False), _Way(math.inf, regions=True)]
         return sorted([*part, *joint, *blocks], key=lambda way: way.seconds)
 
@@ -374,17 +377,19 @@ class CompiledPlanning:
             share = (budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes)
             self._saved = self._saved_as_one(split, share)
         if self._saved is not None:
-            least = chain.fixed_bytes + self._saved.all_bytes + self._unknown_bytes
+            least = chain.fixed_bytes + self._saved.all_bytes + trials.unknown_bytes
         return trials if self._has_regions and budget >= max(least, self._update_bytes) else None
 
     def _saved_as_one(self, split: Split, share: float) -> Saved | None:
         try:
             with preserved(self._model):
                 return self._compilation.saved_as_one(self._model, split, self._sample, share)
-        except not_one_graph():
-            self._has_regions = False
+        except not_one_graph() as error:
+            self._has_regions = isinstance(error, NotCompiledError)
         except torch.OutOfMemoryError:
             pass
+        finally:
+            let_go(device_of(self._model))
         return None
 
     def _as_one_region(self, trials: Trials) -> tuple[Planned, CompiledModel] | None:
@@ -401,7 +406,7 @@ class CompiledPlanning:
             compiled.remove()
             if not isinstance(error, impossible()):
                 raise
-            self._has_regions = not isinstance(error, not_one_graph())
+            self._has_regions = isinstance(error, NotCompiledError) or not isinstance(error, not_one_graph())
         let_go(device_of(self._model))
         return None
 

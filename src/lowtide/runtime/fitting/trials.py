@@ -321,8 +321,9 @@ class Trials:
                 f"the loss is not known (loss=): {format_bytes(loss_bytes)}, two copies of the result, are left for it"
             )
         rounding_bytes = _ROUNDING_BYTES if device_of(model).type == "cuda" else 0
-        self._unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
-        self._chain = replace(chain, base_bytes=chain.base_bytes + self._unknown_bytes)
+        self.unknown_bytes = max(loss_bytes + rounding_bytes, unknown_bytes)
+        """Left for what no trial step has."""
+        self._chain = replace(chain, base_bytes=chain.base_bytes + self.unknown_bytes)
         self._solutions: list[Solution | None] = []
         self._graphed: dict[int, Graphed] = {}
         """By the attempt's place, what became of replaying its steps as CUDA graphs."""
@@ -358,7 +359,7 @@ class Trials:
             return found
         planned = Planned(self.split, solution, self._tier, moving=self._moving)
         measured = _tried(self._model, self._sample, planned, settings, num_timed=attempt.num_timed)
-        peak_bytes = measured.peak_bytes + self._unknown_bytes
+        peak_bytes = measured.peak_bytes + self.unknown_bytes
         if self._moving is not None:
             # A trial step moves what the optimizer's step moves, takes the room of that step, and leaves it out, which
             # would change the weights: that it takes less than predicted says little. A correction of the prediction is
@@ -370,7 +371,7 @@ class Trials:
                 graphed = replace(graphed, refusal="a trial showed that they are not faster")
             self._graphed[len(self._solutions) - 1] = graphed
         if graphed is not None and not graphed.refusal:
-            seconds, peak_bytes = graphed.seconds, max(peak_bytes, graphed.peak_bytes + self._unknown_bytes)
+            seconds, peak_bytes = graphed.seconds, max(peak_bytes, graphed.peak_bytes + self.unknown_bytes)
         self._seconds[len(self._solutions) - 1] = seconds
         return replace(found, peak_bytes=peak_bytes, seconds=seconds)
 
@@ -444,7 +445,7 @@ class Trials:
             self._tier,
             accept.peak_bytes,
             notes,
-            self._unknown_bytes,
+            self.unknown_bytes,
             accept.more_bytes,
             accept.refusal,
             self._moving,
