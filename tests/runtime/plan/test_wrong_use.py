@@ -109,6 +109,20 @@ def test_what_is_no_model_gets_no_plan(tmp_path):
             call()
 
 
+@pytest.mark.parametrize(
+    "name", ["grads_resident", "keeps_result", "step_in_backward", "replan", "strict", "spot_checks"]
+)
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_a_switch_that_is_neither_true_nor_false_is_refused(name, value):
+    with pytest.raises(lowtide.PlanError, match=f"{name} is {value!r}.*, expected True or False"):
+        lowtide.fit(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.zeros(2, 8), memory_budget="1GiB", **{name: value})
+
+
+def test_compile_stages_that_are_no_options_are_refused():
+    with pytest.raises(lowtide.PlanError, match=r"compile_stages is .*, expected True, False or a mapping"):
+        lowtide.fit(nn.Linear(8, 8), torch.zeros(2, 8), memory_budget="1GiB", compile_stages=["regions"])
+
+
 def test_a_report_of_progress_that_cannot_be_called():
     with pytest.raises(lowtide.PlanError, match="progress is 3, expected True, False or a function"):
         fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)

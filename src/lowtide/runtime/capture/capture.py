@@ -179,8 +179,8 @@ def _refuse_what_cannot_work(model: nn.Module, observation: Observation) -> None
         )
     if observation.checkpoints:
         raise CaptureError(
-            "the model already uses torch.utils.checkpoint, so nothing is left to save; turn that off "
-            "(transformers: model.gradient_checkpointing_disable()) and let lowtide choose"
+            "the model already uses torch.utils.checkpoint, which hides from lowtide what is saved; turn that off "
+            "everywhere (transformers: model.gradient_checkpointing_disable()) and let lowtide choose"
         )
     if observation.caches:
         raise CaptureError(

@@ -146,6 +146,14 @@ def fit(
         raise PlanError(
             f"progress is {shown(progress)}, expected True, False or a function of the current task and the share done"
         )
+    _check_switches(
+        grads_resident=grads_resident,
+        keeps_result=keeps_result,
+        step_in_backward=step_in_backward,
+        replan=replan,
+        strict=strict,
+        spot_checks=spot_checks,
+    )
     if strategy != AUTO:
         find(strategy)  # a wrong name is refused before anything is measured
     previous = attached_plan(model)
@@ -218,6 +226,12 @@ def _placed(model: nn.Module, settings: Settings, device: torch.device) -> Place
     return Placed(model, settings.optimizer, device, tier, settings.progress)
 
 
+def _check_switches(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{name} is {shown(value)}, expected True or False")
+
+
 def _given_bandwidth(bandwidth: int | str) -> int:
     rate = parse_bandwidth(bandwidth)
     if is_unlikely_bandwidth(rate):
@@ -258,6 +272,10 @@ def _graphs(cuda_graphs: bool | str, device: torch.device) -> bool | str:
 def _compilation(compile_stages: bool | Mapping[str, Any], variants: bool | str) -> Compilation | None:
     if variants not in (True, False, "rounding"):
         raise PlanError(f"variants is {shown(variants)}, expected True, False or 'rounding'")
+    if not isinstance(compile_stages, bool | Mapping):
+        raise PlanError(
+            f"compile_stages is {shown(compile_stages)}, expected True, False or a mapping of options for torch.compile"
+        )
     given = compile_stages if isinstance(compile_stages, Mapping) else None
     if given is None and not compile_stages:
         return None  # a mapping without options is not: it stands for torch.compile's own
