@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lowtide.chain import Chain
 from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, LowtideWarning, PlanError
@@ -397,6 +398,11 @@ class Plan:
             raise ExecutionError(
                 "the model is called inside a transform of torch.func (grad, vmap, ...), where saved tensors cannot be "
                 "freed; call plan.detach() before such calls"
+            )
+        if forward_ad._current_level >= 0:
+            raise ExecutionError(
+                "the model is called inside forward-mode differentiation (torch.autograd.forward_ad.dual_level), whose "
+                "tangents a recomputation does not have; call plan.detach() before such calls"
             )
         self._check_parameters()
         self._check_optimizer()
