@@ -71,7 +71,7 @@ def test_gradients_that_are_there_when_a_forward_begins_are_planned_for(set_to_n
     with caplog.at_level(logging.INFO, "lowtide"):
         peaks = [peak_of(step) for _ in range(4)]
     assert max(peaks[2:]) <= budget
-    assert plan.stats().measured_peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+    assert 0.99 * peaks[-1] <= plan.stats().measured_peak_bytes <= max(peaks)  # of all steps, without planning
     assert sum("gradients are there" in record.message for record in caplog.records) <= 1
     plan.detach()
 

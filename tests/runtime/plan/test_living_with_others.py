@@ -17,6 +17,7 @@ from tests.runtime.models import SHAPE, N, every_schedule
 from tests.runtime.schedules import mixed, offloading, recomputing
 from tests.runtime.training import assert_equal, batches, gradients, train
 from torch import nn
+from torch.autograd import forward_ad
 
 import lowtide
 from lowtide import Backward, CaptureError, ExecutionError, Forward, Schedule
@@ -391,6 +392,17 @@ def test_a_transform_of_torch_func_is_refused():
     model, _ = attached(recomputing(N))
     with pytest.raises(ExecutionError, match=r"torch\.func"):
         torch.func.grad(lambda x: model(x).sum())(batches(SHAPE, 1)[0])
+
+
+def test_forward_mode_differentiation_is_refused():
+    (model, _), plain = attached(recomputing(N)), models.stages_of_every_kind()
+    x = batches(SHAPE, 1)[0]
+    with forward_ad.dual_level(), pytest.raises(ExecutionError, match="forward-mode differentiation"):
+        model(forward_ad.make_dual(x, torch.ones_like(x)))
+    assert_equal(train(model, batches(SHAPE, 2)), train(plain, batches(SHAPE, 2)))
+    model.eval()
+    with forward_ad.dual_level():  # without a plan, as ever
+        assert forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent is not None
 
 
 # Hooks

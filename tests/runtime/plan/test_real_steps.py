@@ -134,6 +134,38 @@ def test_a_step_that_takes_more_than_the_budget_is_planned_for():
     assert max(peaks[2:]) <= plan.memory_budget  # the second one plans
 
 
+def test_the_measured_peak_keeps_a_step_that_exceeded_the_budget():
+    model, x, kept = deep(8), torch.randn(ROWS, WIDTH), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = fitted(model, x, 1.9, optimizer=optimizer, loss=square)
+    peaks_of([lambda: model(x)], optimizer)
+    kept.append(torch.zeros(200_000))
+    largest = peaks_of([lambda: model(x)], optimizer)[0]
+    assert plan.stats().measured_peak_bytes == largest > plan.memory_budget
+    kept.clear()
+    with pytest.warns(lowtide.LowtideWarning, match="a step took .* but the budget is"):
+        peaks_of([lambda: model(x)] * 3, optimizer)
+    assert plan.stats().num_steps == 5
+    assert plan.stats().measured_peak_bytes == largest
+    assert format_bytes(largest) in next(line for line in str(plan).splitlines() if "measured" in line)
+    plan.detach()
+    assert plan.stats().measured_peak_bytes == largest
+
+
+def test_the_measured_peak_is_that_of_the_largest_shape():
+    model, small, large = deep(), torch.randn(64, WIDTH), torch.randn(640, WIDTH)
+    plan = fitted(model, small, 1.1)
+    with pytest.warns(lowtide.LowtideWarning, match="training continues with the leanest schedule"):
+        square(model(large)).backward()
+    model.zero_grad()
+    largest = plan.stats().measured_peak_bytes
+    assert largest > plan.memory_budget
+    for _ in range(3):
+        square(model(small)).backward()
+        model.zero_grad()
+        assert plan.stats().measured_peak_bytes == largest
+
+
 def test_training_goes_on_under_the_leanest_plan_where_nothing_stays_within_the_budget():
     model, x = deep(8), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

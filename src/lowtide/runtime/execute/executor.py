@@ -26,6 +26,7 @@ from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
 from lowtide.runtime.execute.sides import MovedSides
+from lowtide.runtime.execute.storages import Storages, addresses_of
 from lowtide.runtime.execute.values import Activation, Leaf, Saved, Sorter
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import MANAGED
@@ -116,11 +117,19 @@ class RunningStep:
         self._alive: dict[int, frozenset[int]] = {}  # the numbers of each stage's tensors that it left
         self.next_index = 0
         self.in_forward = True
+        self._watched: list[nn.Parameter] = []  # those that recomputations read, and that stay where they are
+        self._storages: Storages | None = None  # theirs, when the forward ended
         self._lock = threading.RLock()
         self._filled = self.program.num_stages + 1  # the lowest stage whose placeholders are filled
         self._task = -1
 
     # In the forward pass
+
+    def begin_forward(self) -> None:
+        """The model's forward begins."""
+        watch = self.machine.storages
+        if self.program.repeats and watch.is_unsettled:
+            watch.begin([p for k in self.program.repeats for p in self.machine.parameters_of(k)])
 
     def before_first(self, k: int) -> None:
         """Do what the list asks for before the first forward of stage k."""
@@ -212,6 +221,7 @@ class RunningStep:
     def end_forward(self) -> None:
         """The model's forward has ended; copies that are due before backward begin now."""
         self.in_forward = False
+        self._watch_parameters()
         self.moved_sides.end_forward(self._num_names)
         operations = self.program.operations
         while isinstance(operations[self.next_index], Offload | Release):
@@ -263,9 +273,11 @@ class RunningStep:
         if task != self._task and task >= 0:
             self._task = task
             if self._weights is not None:
+                self._weights.check()
                 self._weights.change()  # the user's code has had its turn since the forward
             for k in range(self._filled - 1, 0, -1):
                 self._check_parameters(k)
+            self._check_storages()
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_task, task))
 
     def _end_task(self, task: int) -> None:
@@ -284,6 +296,8 @@ class RunningStep:
             self.machine = weakref.proxy(machine)
             machine.counters.num_steps += 1
             machine.spot_checks.judge()
+        elif self._storages is not None:  # what ran until now may have exchanged memory itself
+            self._storages = Storages(self._watched, addresses_of(self._watched))
 
     def _finish_updates(self) -> None:
         """Update the stages that are left, and move what is left to move: no backward of a stage comes by any more."""
@@ -322,6 +336,7 @@ class RunningStep:
         self._readers.clear()
         self.history.clear()
         self.read.clear()
+        self._watched, self._storages = [], None
         for run in self.runs:
             run.tape = None
             run.mark = run.environment = None
@@ -547,6 +562,32 @@ class RunningStep:
                 raise ExecutionError(
                     f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was changed "
                     f"in place between forward and backward; {self._advice_on_changes()}"
+                )
+
+    def _watch_parameters(self) -> None:
+        """The forward has ended: note in which memory the parameters are."""
+        if not self.program.repeats:
+            return
+        moved = () if self._weights is None else self._weights.managed  # which looks after them itself
+        read = (parameter for k in self.program.repeats for parameter in self.runs[k].parameters)
+        self._watched = [parameter for parameter in read if id(parameter) not in moved]
+        self._storages = self.machine.storages.end(self._watched)
+
+    def _check_storages(self) -> None:
+        """Refuse to recompute stages whose parameters were given other memory since the forward."""
+        changed = [] if self._storages is None else self.machine.storages.given_other(self._watched, self._storages)
+        if not changed:
+            return
+        ahead, num_operations = self.next_index - 1, len(self.program.operations)
+        for k in range(self._filled - 1, 0, -1):
+            if self.program.next_repeat(k, ahead) == num_operations:
+                continue  # what it has saved is there
+            own = set(map(id, self.runs[k].parameters))
+            parameter = next((each for each in changed if id(each) in own), None)
+            if parameter is not None:
+                raise ExecutionError(
+                    f"{self.machine.describe(parameter)}, which stage {self.machine.stage_name(k)!r} uses, was given "
+                    "other memory (param.data = ...) between forward and backward; change it after backward"
                 )
 
     def _fixed(self, tape: Tape) -> set[int]:

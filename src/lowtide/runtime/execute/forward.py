@@ -60,6 +60,7 @@ class ExecutedForward(StagedForward):
         if self.machine.program.taped or self.machine.weights is not None:
             refuse_saved_tensor_hooks()
             refuse_weight_cache(self.machine.model)
+        self.step.begin_forward()
         try:
             with self.step.moved_sides.guard() if self.machine.program.moved_sides else nullcontext():
                 result = super().run(plain, args, kwargs)

@@ -16,6 +16,7 @@ from lowtide.runtime.compile.loss import Functions
 from lowtide.runtime.compile.regions import RegionLayer
 from lowtide.runtime.execute.checks import Checks, SpotChecks
 from lowtide.runtime.execute.program import Program
+from lowtide.runtime.execute.storages import StorageWatch
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
@@ -86,6 +87,7 @@ class Machine:
     ) -> None:
         self.expected = expected
         self.weights = weights
+        self.storages = StorageWatch()
         self.regions = regions
         self.update: Callable[[int], None] | None = None
         """Makes the optimizer's step of a stage, where that is done in backward."""

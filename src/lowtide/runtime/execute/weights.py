@@ -125,7 +125,8 @@ class _Item:
     @property
     def is_known(self) -> bool:
         """Whether it is in one of its two places."""
-        is_own = self.storage is None or self.tensor.untyped_storage()._cdata == self.storage._cdata
+        # Without device memory of its own it was on the lower tier: what it has now is from somebody else.
+        is_own = self.storage is not None and self.tensor.untyped_storage()._cdata == self.storage._cdata
         return not self.is_there or is_own
 
     @property
@@ -574,6 +575,11 @@ class Weights:
     def _fetch(self, value: Parked) -> None:
         self.moved_bytes += value.prefetch()
         value.arrive()
+
+    @property
+    def managed(self) -> frozenset[int]:
+        """The ids of the parameters that come and go."""
+        return frozenset(id(parameter) for own in self.parameters.values() for parameter in own)
 
     def is_away(self, k: int) -> bool:
         """Whether weights of stage k are not on the device."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lowtide.chain import Chain
 from lowtide.errors import CaptureError, ExecutionError, InfeasibleBudgetError, LowtideWarning, PlanError
@@ -68,8 +69,9 @@ class Stats:
     """
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
-    """Of real steps since the last schedule was made: on CUDA the allocator's peak, unless it was reset; on the CPU the
-    peak of all live tensors, over the first steps and some later ones. Before the first step, that of the trial.
+    """Of all the steps that `num_steps` counts, whatever was planned in between: on CUDA the allocator's peak, unless
+    it was reset; on the CPU the peak of all live tensors, over the first steps and some later ones. Before the first
+    step, that of the trial.
     """
     recomputed_per_step: float
     """How many stages are recomputed in a step."""
@@ -209,6 +211,7 @@ class Plan:
         self._num_ended = 0  # steps of the current part, when its last call began
         self._said_planning = self._said_optimizer = False
         self._earlier = Counters()
+        self._most_bytes = 0  # that any real step took, under whichever part
         part.execution.install(self._call)
         # Weights that the schedule keeps on the host have left by now: they belong to no step.
         self._steps = RealSteps(model, part.execution.machine.device, part.memory_budget)
@@ -265,13 +268,14 @@ class Plan:
         counters, predicted = execution.machine.counters, execution.schedule.predicted
         steps = max(1, counters.num_steps)
         num_steps = self._earlier.num_steps + sum(p.num_steps for p in (self._part, *self._others.values()))
-        peak = self._peak_bytes()
+        if self._attached:
+            self._note_peak()
         return Stats(
             num_steps,
             None if predicted is None else predicted.seconds,
             execution.measured_seconds(),
             None if predicted is None else predicted.peak_bytes,
-            peak or self._part.peak_bytes or self._part.rehearsed_peak_bytes,
+            self._most_bytes if self._most_bytes and num_steps else self._part.rehearsed_peak_bytes,
             counters.num_recomputed / steps,
             (counters.moved_bytes + (0 if execution.weights is None else execution.weights.moved_bytes)) / steps,
         )
@@ -350,6 +354,7 @@ class Plan:
                 stays usable in host memory, and the plan is detached.
         """
         if self._attached:
+            self._note_peak()  # what comes back to the device belongs to no step
             self._attached = False
             try:
                 self._part.execution.remove()
@@ -393,6 +398,11 @@ class Plan:
             raise ExecutionError(
                 "the model is called inside a transform of torch.func (grad, vmap, ...), where saved tensors cannot be "
                 "freed; call plan.detach() before such calls"
+            )
+        if forward_ad._current_level >= 0:
+            raise ExecutionError(
+                "the model is called inside forward-mode differentiation (torch.autograd.forward_ad.dual_level), whose "
+                "tangents a recomputation does not have; call plan.detach() before such calls"
             )
         self._check_parameters()
         self._check_optimizer()
@@ -457,12 +467,17 @@ class Plan:
     def _end_step(self) -> None:
         """Note what the last step took, and free what it has left where its backward did not end."""
         part = self._part
-        self._steps.note()
+        self._note_peak()
         if part.num_steps == self._num_ended:
             drop_aborted_backward()
         part.peak_bytes = max(part.peak_bytes, self._peak_bytes() or 0)
         if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
             self._steps.forget()  # it is not the peak of the part that the next call may be for
+
+    def _note_peak(self) -> None:
+        """Note what steps took until now: another part, or another plan, is about steps of its own."""
+        self._steps.note()
+        self._most_bytes = max(self._most_bytes, self._peak_bytes() or 0)
 
     def _peak_bytes(self) -> int | None:
         """The most that real steps took; the pool of graphs is in use all the time."""
