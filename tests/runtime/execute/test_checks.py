@@ -1,10 +1,12 @@
-"""Spot checks: what differs in a recomputation is found within one round of stages, and nothing else is."""
+"""Spot checks: what differs in a recomputation is found within two rounds of stages, and nothing else is."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,9 +39,8 @@ def network(**changes: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict({**blocks, **changes}))
 
 
-def each_recomputed() -> lowtide.Schedule:
+def each_recomputed(last: int = NUM_BLOCKS) -> lowtide.Schedule:
     """Every block but the last is recomputed by itself: they cannot be joined."""
-    last = NUM_BLOCKS
     forwards = [Forward(k, "keep") for k in range(1, last)]
     again = [op for k in range(last - 1, 0, -1) for op in (Forward(k, "all"), Backward(k))]
     return lowtide.Schedule("each", [*forwards, Forward(last, "all"), Backward(last), *again])
@@ -57,13 +58,13 @@ def differing() -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_a_difference_is_found_within_one_round_of_stages(block: int) -> None:
+def test_a_difference_is_found_within_two_rounds_of_stages(block: int) -> None:
     model, x = network(), torch.randn(2, 8)
     lowtide.attach(model, each_recomputed())
     steps(model, x, 2)
     model[block - 1].disturbance = differing()
     with pytest.raises(lowtide.ExecutionError, match=f"stage 'block{block}' saved different values.*tensor"):
-        steps(model, x, NUM_BLOCKS - 1)
+        steps(model, x, 2 * (NUM_BLOCKS - 1))
 
 
 def test_spot_checks_can_be_switched_off() -> None:
@@ -193,16 +194,87 @@ def test_samples_of_tensors_with_gaps_are_elements_of_one_row(view: Callable[[Te
     assert len(seen) > tensor.size(0) / 2
 
 
-def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_turns() -> None:
+def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_visits() -> None:
     sampled: set[int] = set()
-    for turn in range(18):
-        check = checks.SpotCheck(1, "stage", turn, 70, ())
+    visits = checks.Visits(random.Random(0))
+    visits.num_tensors = 70
+    for _ in range(18):
+        check = checks.SpotCheck(1, "stage", visits, ())
         pack = check.first(lambda tensor: tensor)
         for index in range(70):
             pack(torch.full((2,), float(index)))
         assert len(check._first) <= checks._MOST_TENSORS
         sampled.update(check._first)
     assert len(sampled) == 70
+
+
+COUNTS = (5, 8, 12, 64, 70)  # of tensors: each is looked at in every third to eighteenth visit
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 9, 12])
+def test_every_tensor_of_every_stage_is_sampled_within_a_few_rounds(num_stages: int) -> None:
+    for count in COUNTS:
+        found = [pairs for _, pairs in zip(range(18 * num_stages), visited(num_stages, count), strict=False)]
+        assert set().union(*found) == every_pair(num_stages, count)
+        for begin in range(0, len(found), num_stages):
+            assert len({stage for pairs in found[begin : begin + num_stages] for stage, _ in pairs}) == num_stages
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 8, 10, 16])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 5, 8, 9])
+def test_what_differs_only_now_and_then_is_not_out_of_step_with_the_checks(num_stages: int, every: int) -> None:
+    """Of the steps in which it does so many are enough as stages and visits chosen at random take."""
+    for count in (5, 8, 24):
+        enough = 6 * num_stages * count
+        steps = itertools.islice(visited(num_stages, count), every - 1, enough * every, every)
+        assert set().union(*steps) == every_pair(num_stages, count)
+
+
+def every_pair(num_stages: int, count: int) -> set[tuple[int, int]]:
+    return set(itertools.product(range(num_stages), range(count)))
+
+
+def visited(num_stages: int, count: int) -> Iterator[set[tuple[int, int]]]:
+    """By step, the stages and the tensors that are looked at."""
+    spot_checks, tensors = checks.SpotChecks(range(num_stages)), [torch.zeros(0)] * count
+    for step in itertools.count():
+        spot_checks.next_turn()
+        check = spot_checks.begin("stage", ())
+        if step >= num_stages:  # before, nobody knew how many tensors there are
+            yield {(check.stage, index) for index in check._wanted}
+        spot_checks.finish(check, tensors)
+
+
+class LastOfEight(nn.Module):
+    """The last of the eight tensors that it saves depends on something that nobody can know of."""
+
+    def __init__(self, scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for _ in range(5):
+            x = torch.tanh(x)
+        return x * (torch.ones(()) * self.scale())
+
+
+def test_a_difference_in_one_of_many_tensors_is_found_whatever_the_number_of_stages() -> None:
+    same = {f"block{k}": LastOfEight(lambda: 1.0) for k in range(1, 6)}
+    model, x = network(**{**same, "block3": LastOfEight(differing())}), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed(5))  # four are, and a visit looks at every fourth tensor
+    with pytest.raises(lowtide.ExecutionError, match=r"stage 'block3' saved different values.*tensor 7"):
+        steps(model, x, 5 * 4)
+
+
+def test_a_difference_in_every_twelfth_step_is_found_whatever_the_number_of_stages() -> None:
+    calls = itertools.count()
+    model, x = network(), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed())
+    model[1].disturbance = lambda: float(next(calls) % 24 == 23)  # a step calls it twice, to recompute it
+    with pytest.raises(lowtide.ExecutionError, match="stage 'block2' saved different values"):
+        steps(model, x, 12 * 10 * NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("size", [1, 3])  # of 1 it is contiguous, too, and elements are 4 apart
