@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import time
@@ -140,13 +141,120 @@ class Attention(nn.Module):
         return _Attention.apply(x)
 
 
+class Alignment(nn.Module):
+    """What `ctc_loss` saves of each target is as long as that of the longest one; the rest is never written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leave_trash(num_bytes=4 * 4 * 8 * 7)
+        likely = x.log_softmax(-1).expand(8, 4, 8)
+        return x + nn.functional.ctc_loss(likely, torch.ones(4, 3).long(), (8, 8, 8, 8), (3, 1, 1, 1))
+
+
+class _Workspace(torch.autograd.Function):
+    """Saves memory that it has not written to all of: numbers of two kinds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        leave_trash(num_bytes=4000)
+        spaces = torch.empty(1000), torch.empty(1000, dtype=torch.int32)
+        for space in spaces:
+            space[:10] = 0
+        ctx.save_for_backward(x, *spaces)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Workspace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Workspace.apply(x)
+
+
+_trash = itertools.count(1)
+
+
+def leave_trash(num_bytes: int) -> None:
+    """Free memory that holds other numbers each time: what is allocated next gets it."""
+    blocks = [torch.full((num_bytes // 4,), next(_trash), dtype=torch.int32) for _ in range(4)]
+    del blocks
+
+
+MODULES = [LateNoise, Statistics, Odd, Recurrent, Attention, Alignment, Workspace, lambda: nn.Dropout(0.5)]
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [LateNoise, Statistics, Odd, Recurrent, Attention, lambda: nn.Dropout(0.5)])
+@pytest.mark.parametrize("make", MODULES)
 def test_what_is_equal_is_not_refused(make: Callable[[], nn.Module], strict: bool) -> None:
     model, x = network(block2=make()), torch.randn(4, 8, requires_grad=True)
     plan = lowtide.attach(model, each_recomputed(), strict=strict)
-    steps(model, x, 2 * NUM_BLOCKS)
-    assert plan.stats().num_steps == 2 * NUM_BLOCKS
+    steps(model, x, 6 * NUM_BLOCKS)
+    assert plan.stats().num_steps == 6 * NUM_BLOCKS
+
+
+class PartlyDifferent(nn.Module):
+    """Beside memory that it never writes it saves what depends on something that nobody can know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = differing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Workspace.apply(x) * (torch.ones(8) * self.scale())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_memory_that_is_never_written_hides_no_other_difference(strict: bool) -> None:
+    model, x = network(block2=PartlyDifferent()), torch.randn(4, 8, requires_grad=True)
+    lowtide.attach(model, each_recomputed(), strict=strict)
+    with pytest.raises(lowtide.ExecutionError, match=r"stage 'block2' saved different values.*tensor 3 of"):
+        steps(model, x, 4 * NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_finding_memory_that_is_never_written_changes_nothing(strict: bool) -> None:
+    """One more run of a stage leaves random numbers, buffers, gradients and settings as they are."""
+    blocks = [nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Workspace(), nn.Dropout(0.5)) for _ in range(2)]
+    found = []
+    for checked in (False, True):
+        model, x = network(block2=copy.deepcopy(blocks[0]), block3=copy.deepcopy(blocks[1])), torch.randn(4, 8)
+        plan = lowtide.attach(model, each_recomputed(), strict=checked and strict, spot_checks=checked)
+        steps(model, x, 4 * NUM_BLOCKS)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append([*gradients, *model.buffers(), torch.rand(4)])
+        assert bool(plan._part.execution.machine.unwritten) == checked
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Arrived:
+    """A verdict on a stage that is known a step later, as on a GPU."""
+
+    is_known = True
+    stage = 2
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def judge(self) -> list[checks.Difference]:
+        return [checks.Difference(self.position, lowtide.ExecutionError(f"tensor {self.position}"))]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_difference_that_is_known_late_is_looked_into_in_the_next_step(position: int) -> None:
+    model, x = network(block2=Workspace()), torch.randn(4, 8, requires_grad=True)
+    machine = lowtide.attach(model, each_recomputed())._part.execution.machine
+    steps(model, x, 1)
+    machine.spot_checks._pending.append(Arrived(position))
+    loss = model(x).square().sum()
+    assert machine.spot_checks.stage == Arrived.stage
+    if position == 0:  # the input, all of which is written
+        with pytest.raises(lowtide.ExecutionError, match="tensor 0"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert (Arrived.stage, position) in machine.unwritten
 
 
 def test_samples_of_long_tensors_move_on_until_every_element_was_seen() -> None:
