@@ -1,10 +1,13 @@
-"""Spot checks: what differs in a recomputation is found within one round of stages, and nothing else is."""
+"""Spot checks: what differs in a recomputation is found within two rounds of stages, and nothing else is."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,9 +40,8 @@ def network(**changes: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict({**blocks, **changes}))
 
 
-def each_recomputed() -> lowtide.Schedule:
+def each_recomputed(last: int = NUM_BLOCKS) -> lowtide.Schedule:
     """Every block but the last is recomputed by itself: they cannot be joined."""
-    last = NUM_BLOCKS
     forwards = [Forward(k, "keep") for k in range(1, last)]
     again = [op for k in range(last - 1, 0, -1) for op in (Forward(k, "all"), Backward(k))]
     return lowtide.Schedule("each", [*forwards, Forward(last, "all"), Backward(last), *again])
@@ -57,13 +59,13 @@ def differing() -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_a_difference_is_found_within_one_round_of_stages(block: int) -> None:
+def test_a_difference_is_found_within_two_rounds_of_stages(block: int) -> None:
     model, x = network(), torch.randn(2, 8)
     lowtide.attach(model, each_recomputed())
     steps(model, x, 2)
     model[block - 1].disturbance = differing()
     with pytest.raises(lowtide.ExecutionError, match=f"stage 'block{block}' saved different values.*tensor"):
-        steps(model, x, NUM_BLOCKS - 1)
+        steps(model, x, 2 * (NUM_BLOCKS - 1))
 
 
 def test_spot_checks_can_be_switched_off() -> None:
@@ -139,13 +141,120 @@ class Attention(nn.Module):
         return _Attention.apply(x)
 
 
+class Alignment(nn.Module):
+    """What `ctc_loss` saves of each target is as long as that of the longest one; the rest is never written."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leave_trash(num_bytes=4 * 4 * 8 * 7)
+        likely = x.log_softmax(-1).expand(8, 4, 8)
+        return x + nn.functional.ctc_loss(likely, torch.ones(4, 3).long(), (8, 8, 8, 8), (3, 1, 1, 1))
+
+
+class _Workspace(torch.autograd.Function):
+    """Saves memory that it has not written to all of: numbers of two kinds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        leave_trash(num_bytes=4000)
+        spaces = torch.empty(1000), torch.empty(1000, dtype=torch.int32)
+        for space in spaces:
+            space[:10] = 0
+        ctx.save_for_backward(x, *spaces)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Workspace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Workspace.apply(x)
+
+
+_trash = itertools.count(1)
+
+
+def leave_trash(num_bytes: int) -> None:
+    """Free memory that holds other numbers each time: what is allocated next gets it."""
+    blocks = [torch.full((num_bytes // 4,), next(_trash), dtype=torch.int32) for _ in range(4)]
+    del blocks
+
+
+MODULES = [LateNoise, Statistics, Odd, Recurrent, Attention, Alignment, Workspace, lambda: nn.Dropout(0.5)]
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("make", [LateNoise, Statistics, Odd, Recurrent, Attention, lambda: nn.Dropout(0.5)])
+@pytest.mark.parametrize("make", MODULES)
 def test_what_is_equal_is_not_refused(make: Callable[[], nn.Module], strict: bool) -> None:
     model, x = network(block2=make()), torch.randn(4, 8, requires_grad=True)
     plan = lowtide.attach(model, each_recomputed(), strict=strict)
-    steps(model, x, 2 * NUM_BLOCKS)
-    assert plan.stats().num_steps == 2 * NUM_BLOCKS
+    steps(model, x, 6 * NUM_BLOCKS)
+    assert plan.stats().num_steps == 6 * NUM_BLOCKS
+
+
+class PartlyDifferent(nn.Module):
+    """Beside memory that it never writes it saves what depends on something that nobody can know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = differing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Workspace.apply(x) * (torch.ones(8) * self.scale())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_memory_that_is_never_written_hides_no_other_difference(strict: bool) -> None:
+    model, x = network(block2=PartlyDifferent()), torch.randn(4, 8, requires_grad=True)
+    lowtide.attach(model, each_recomputed(), strict=strict)
+    with pytest.raises(lowtide.ExecutionError, match=r"stage 'block2' saved different values.*tensor 3 of"):
+        steps(model, x, 4 * NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_finding_memory_that_is_never_written_changes_nothing(strict: bool) -> None:
+    """One more run of a stage leaves random numbers, buffers, gradients and settings as they are."""
+    blocks = [nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), Workspace(), nn.Dropout(0.5)) for _ in range(2)]
+    found = []
+    for checked in (False, True):
+        model, x = network(block2=copy.deepcopy(blocks[0]), block3=copy.deepcopy(blocks[1])), torch.randn(4, 8)
+        plan = lowtide.attach(model, each_recomputed(), strict=checked and strict, spot_checks=checked)
+        steps(model, x, 4 * NUM_BLOCKS)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        found.append([*gradients, *model.buffers(), torch.rand(4)])
+        assert bool(plan._part.execution.machine.unwritten) == checked
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+class Arrived:
+    """A verdict on a stage that is known a step later, as on a GPU."""
+
+    is_known = True
+    stage = 2
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def judge(self) -> list[checks.Difference]:
+        return [checks.Difference(self.position, lowtide.ExecutionError(f"tensor {self.position}"))]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_difference_that_is_known_late_is_looked_into_in_the_next_step(position: int) -> None:
+    model, x = network(block2=Workspace()), torch.randn(4, 8, requires_grad=True)
+    machine = lowtide.attach(model, each_recomputed())._part.execution.machine
+    steps(model, x, 1)
+    machine.spot_checks._pending.append(Arrived(position))
+    loss = model(x).square().sum()
+    assert machine.spot_checks.stage == Arrived.stage
+    if position == 0:  # the input, all of which is written
+        with pytest.raises(lowtide.ExecutionError, match="tensor 0"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert (Arrived.stage, position) in machine.unwritten
 
 
 def test_samples_of_long_tensors_move_on_until_every_element_was_seen() -> None:
@@ -193,16 +302,87 @@ def test_samples_of_tensors_with_gaps_are_elements_of_one_row(view: Callable[[Te
     assert len(seen) > tensor.size(0) / 2
 
 
-def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_turns() -> None:
+def test_of_a_stage_with_many_tensors_a_few_are_sampled_and_others_in_the_next_visits() -> None:
     sampled: set[int] = set()
-    for turn in range(18):
-        check = checks.SpotCheck(1, "stage", turn, 70, ())
+    visits = checks.Visits(random.Random(0))
+    visits.num_tensors = 70
+    for _ in range(18):
+        check = checks.SpotCheck(1, "stage", visits, ())
         pack = check.first(lambda tensor: tensor)
         for index in range(70):
             pack(torch.full((2,), float(index)))
         assert len(check._first) <= checks._MOST_TENSORS
         sampled.update(check._first)
     assert len(sampled) == 70
+
+
+COUNTS = (5, 8, 12, 64, 70)  # of tensors: each is looked at in every third to eighteenth visit
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8, 9, 12])
+def test_every_tensor_of_every_stage_is_sampled_within_a_few_rounds(num_stages: int) -> None:
+    for count in COUNTS:
+        found = [pairs for _, pairs in zip(range(18 * num_stages), visited(num_stages, count), strict=False)]
+        assert set().union(*found) == every_pair(num_stages, count)
+        for begin in range(0, len(found), num_stages):
+            assert len({stage for pairs in found[begin : begin + num_stages] for stage, _ in pairs}) == num_stages
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 8, 10, 16])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 5, 8, 9])
+def test_what_differs_only_now_and_then_is_not_out_of_step_with_the_checks(num_stages: int, every: int) -> None:
+    """Of the steps in which it does so many are enough as stages and visits chosen at random take."""
+    for count in (5, 8, 24):
+        enough = 6 * num_stages * count
+        steps = itertools.islice(visited(num_stages, count), every - 1, enough * every, every)
+        assert set().union(*steps) == every_pair(num_stages, count)
+
+
+def every_pair(num_stages: int, count: int) -> set[tuple[int, int]]:
+    return set(itertools.product(range(num_stages), range(count)))
+
+
+def visited(num_stages: int, count: int) -> Iterator[set[tuple[int, int]]]:
+    """By step, the stages and the tensors that are looked at."""
+    spot_checks, tensors = checks.SpotChecks(range(num_stages)), [torch.zeros(0)] * count
+    for step in itertools.count():
+        spot_checks.next_turn()
+        check = spot_checks.begin("stage", ())
+        if step >= num_stages:  # before, nobody knew how many tensors there are
+            yield {(check.stage, index) for index in check._wanted}
+        spot_checks.finish(check, tensors)
+
+
+class LastOfEight(nn.Module):
+    """The last of the eight tensors that it saves depends on something that nobody can know of."""
+
+    def __init__(self, scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for _ in range(5):
+            x = torch.tanh(x)
+        return x * (torch.ones(()) * self.scale())
+
+
+def test_a_difference_in_one_of_many_tensors_is_found_whatever_the_number_of_stages() -> None:
+    same = {f"block{k}": LastOfEight(lambda: 1.0) for k in range(1, 6)}
+    model, x = network(**{**same, "block3": LastOfEight(differing())}), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed(5))  # four are, and a visit looks at every fourth tensor
+    with pytest.raises(lowtide.ExecutionError, match=r"stage 'block3' saved different values.*tensor 7"):
+        steps(model, x, 5 * 4)
+
+
+def test_a_difference_in_every_twelfth_step_is_found_whatever_the_number_of_stages() -> None:
+    calls = itertools.count()
+    model, x = network(), torch.randn(2, 8)
+    lowtide.attach(model, each_recomputed())
+    model[1].disturbance = lambda: float(next(calls) % 24 == 23)  # a step calls it twice, to recompute it
+    with pytest.raises(lowtide.ExecutionError, match="stage 'block2' saved different values"):
+        steps(model, x, 12 * 10 * NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("size", [1, 3])  # of 1 it is contiguous, too, and elements are 4 apart

@@ -6,15 +6,22 @@ Shapes and dtypes are compared always (`saved`). Values are compared in two ways
   that a step does not feel it. What makes a recomputation differ, another draw of dropout, a setting that has changed,
   a hook that was removed, changes values everywhere, so a few elements tell; and which ones are looked at changes from
   step to step. The same is done with small tensors that no run has changed so far: a recomputation that changes one in
-  a way that counts no version would change it twice. Nothing is wrong in silence for longer than one round of stages.
+  a way that counts no version would change it twice. A round visits each stage once, in an order of its own, and in
+  the same way a stage's visits go through its tensors: with a fixed order, what differs in every tenth step only, or
+  in one of many tensors, could be out of step with the checks for ever.
 - *Strict mode*: every stage in each step, byte by byte. For finding out, not for training.
+
+Some kernels save memory that they have never written, and read no more of it in backward. Where values differ, the
+stage therefore runs once more with all fresh memory filled with a value that stands out: a tensor that holds it then
+is not compared from then on, and what does not is an error.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -32,9 +39,10 @@ _NUM_PER_SAMPLE = 16  # tensors that a stage saves for each that is looked at: w
 _NUM_ELEMENTS = 64
 _NUM_RUNS = 2  # in which the elements of a tensor on the CPU lie side by side
 _NUM_ALONE = 8  # elements of such a tensor where they do not
+_BITS_OF_A_SHIFT = 48  # more than tensors have elements
 
-# Some of what kernels save is never written, and holds anything: the workspaces of LSTM, which are bytes, and the seed
-# and the offset of attention without dropout, which are whole numbers by themselves.
+# Some of what kernels save is never written, and holds anything. Known without a further run: the workspaces of LSTM,
+# which are bytes, and the seed and the offset of attention without dropout, which are whole numbers by themselves.
 _WORKSPACE = torch.uint8
 _MOST_IN_A_SEED = 2
 
@@ -42,6 +50,26 @@ _MOST_IN_A_SEED = 2
 def _may_be_unwritten(tensor: torch.Tensor) -> bool:
     is_number = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
     return tensor.dtype is _WORKSPACE or (is_number and tensor.numel() <= _MOST_IN_A_SEED)
+
+
+_FEWEST_BYTES_OF_A_MARK = 2  # what marks fresh memory in smaller numbers, 127 or 255, may as well have been computed
+
+
+def marks(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Where a tensor holds what `filling_memory` fills fresh memory with; None: that proves nothing there."""
+    if tensor.layout is not torch.strided or tensor.dtype.itemsize < _FEWEST_BYTES_OF_A_MARK:
+        return None
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.isnan()
+        return tensor == torch.iinfo(tensor.dtype).max
+
+
+def are_more(found: torch.Tensor | None, usual: torch.Tensor | None) -> bool:
+    """Whether there are marks that are not there as a rule."""
+    if found is None or usual is None or found.shape != usual.shape:
+        return False
+    return bool((found & ~usual).any())
 
 
 ADVICE = (
@@ -61,6 +89,13 @@ class Checks(Enum):
     def of(cls, *, strict: bool, spot_checks: bool) -> Checks:
         """As a user asks for them."""
         return cls.ALL if strict else cls.SPOT if spot_checks else cls.NONE
+
+
+class Difference(NamedTuple):
+    """A saved tensor, by its position, that holds other values than that of the first run, and the error for that."""
+
+    position: int
+    error: ExecutionError
 
 
 class Fingerprints:
@@ -91,11 +126,11 @@ class Fingerprints:
         self._sums = [_fingerprint(tensor, ignored) for tensor in self._tensors]
         self._tensors = []
 
-    def compare(self, first: Fingerprints, name: str) -> None:
-        """Refuse values that differ from those of the first run."""
-        for index, (one, other) in enumerate(zip(first._sums, self._sums, strict=True)):
-            if one is not None and one != other:
-                raise _differs(name, f"tensor {index} of {len(self._sums)}")
+    def differences(self, first: Fingerprints, name: str) -> list[Difference]:
+        """Those from the first run of the stage with this name."""
+        pairs = enumerate(zip(first._sums, self._sums, strict=True))
+        found = [index for index, (one, other) in pairs if one is not None and one != other]
+        return [Difference(index, _differs(name, f"tensor {index} of {len(self._sums)}")) for index in found]
 
 
 def noting(sink: Sink | None, note: Sink) -> Sink:
@@ -131,6 +166,64 @@ def _changes(name: str, tensor: str) -> ExecutionError:
     )
 
 
+class Rounds:
+    """The numbers below a limit, each once a round, in an order that is another one in each round.
+
+    Args:
+        generator: chooses the orders; none of the user's.
+    """
+
+    __slots__ = ("_generator", "_limit", "_rest")
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self._limit = 0
+        self._rest: list[int] = []
+
+    def next(self, limit: int) -> int:
+        """The next number; another limit than before begins a new round."""
+        if limit != self._limit or not self._rest:
+            self._limit = limit
+            self._rest = self._generator.sample(range(limit), limit)
+        return self._rest.pop()
+
+
+class Visits:
+    """What the spot checks of one stage have looked at.
+
+    Args:
+        generator: chooses what a visit looks at.
+    """
+
+    __slots__ = ("_generator", "_state", "_tensors", "num_tensors")
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self._tensors = Rounds(generator)
+        self._state = Rounds(generator)
+        self.num_tensors = 0
+        """How many tensors the stage saves at the most; 0: not known."""
+
+    def next_tensors(self) -> range:
+        """The positions of the tensors that a visit looks at, evenly spread; if nothing is known, the first ones."""
+        if self.num_tensors <= _MOST_TENSORS:
+            return range(self.num_tensors or _MOST_TENSORS)
+        num_wanted = max(_FEWEST_TENSORS, min(self.num_tensors // _NUM_PER_SAMPLE, _MOST_TENSORS))
+        every = -(-self.num_tensors // num_wanted)
+        return range(self._tensors.next(every), self.num_tensors, every)
+
+    def next_state(self, count: int) -> range:
+        """The same of the tensors that no run has changed."""
+        if count <= _MOST_TENSORS:
+            return range(count)
+        every = -(-count // _MOST_TENSORS)
+        return range(self._state.next(every), count, every)
+
+    def shift(self) -> int:
+        """Chooses the elements of a tensor that a visit looks at."""
+        return self._generator.getrandbits(_BITS_OF_A_SHIFT)
+
+
 Sample = bytes | torch.Tensor  # of a tensor on the CPU, and of one on CUDA
 
 
@@ -144,22 +237,26 @@ class SpotCheck:
     Args:
         stage: the stage.
         name: its name, for messages.
-        turn: the number of the step; which elements and which tensors are looked at follows from it.
-        num_tensors: how many tensors the stage saved when it was last checked; 0: not known.
+        visits: the stage's earlier ones; they say which tensors and which elements are to be looked at.
         ignored: addresses of storages whose values need not be those of the first run (BatchNorm's statistics).
+        unwritten: the stages and positions of tensors that are not compared, since parts of them are never written.
     """
 
-    __slots__ = ("_again", "_first", "_ignored", "_name", "_state", "_turn", "_wanted", "stage")
+    __slots__ = ("_again", "_first", "_ignored", "_name", "_shift", "_state", "_visits", "_wanted", "stage")
 
-    def __init__(self, stage: int, name: str, turn: int, num_tensors: int, ignored: Collection[int]) -> None:
+    def __init__(
+        self,
+        stage: int,
+        name: str,
+        visits: Visits,
+        ignored: Collection[int],
+        unwritten: Container[tuple[int, int]] = (),
+    ) -> None:
         self.stage = stage
         self._name = name
-        self._turn = turn
-        # evenly spread; where it is not known how many there are, the first ones
-        num_wanted = max(_FEWEST_TENSORS, min(num_tensors // _NUM_PER_SAMPLE, _MOST_TENSORS))
-        every = -(-num_tensors // num_wanted) if num_tensors > _MOST_TENSORS else 1
-        count = num_tensors or _MOST_TENSORS
-        self._wanted = frozenset(range(-turn % every, count, every))
+        self._visits = visits
+        self._wanted = frozenset(index for index in visits.next_tensors() if (stage, index) not in unwritten)
+        self._shift = visits.shift()
         self._ignored = ignored
         self._first: dict[int, tuple[tuple[int, ...], torch.dtype, Sample]] = {}
         self._again: dict[int, Sample] = {}
@@ -170,7 +267,7 @@ class SpotCheck:
 
         def see(index: int, tensor: torch.Tensor) -> None:
             if self._can_sample(tensor):
-                self._first[index] = tensor.stride(), tensor.dtype, _sample(tensor, self._turn)
+                self._first[index] = tensor.stride(), tensor.dtype, _sample(tensor, self._shift)
 
         return self._seeing(pack, see)
 
@@ -180,7 +277,7 @@ class SpotCheck:
         def see(index: int, tensor: torch.Tensor) -> None:
             known = self._first.get(index)
             if known is not None and tensor.stride() == known[0]:
-                self._again[index] = _sample(tensor, self._turn)
+                self._again[index] = _sample(tensor, self._shift)
 
         return self._seeing(pack, see)
 
@@ -215,41 +312,43 @@ class SpotCheck:
 
     def watch(self, state: Sequence[tuple[str, torch.Tensor]]) -> None:
         """The recomputation begins, which is to change none of these tensors."""
-        begin = self._turn * _MOST_TENSORS % len(state) if state else 0
-        for name, tensor in state[begin : begin + _MOST_TENSORS]:
+        for index in self._visits.next_state(len(state)):
+            name, tensor = state[index]
             if self._can_be_read(tensor):
-                self._state.append((name, tensor, _sample(tensor, self._turn)))
+                self._state.append((name, tensor, _sample(tensor, self._shift)))
 
-    def finish(self, tensors: list[torch.Tensor]) -> Verdict | None:
+    def finish(self, tensors: list[torch.Tensor]) -> tuple[list[Difference], Verdict | None]:
         """The recomputation has ended, with these tensors.
 
         Returns:
-            What is not known yet: samples on CUDA are compared when they have arrived on the host.
+            Which of those on the CPU differ, and what is not known yet: samples on CUDA are compared when they have
+            arrived on the host.
 
         Raises:
-            ExecutionError: where tensors on the CPU differ.
+            ExecutionError: where the recomputation has changed a tensor on the CPU.
         """
+        differences: list[Difference] = []
         on_device: list[_Samples] = []
         for index, again in self._again.items():
             _, dtype, first = self._first[index]
             if isinstance(first, bytes) and first == again:
                 continue
-            last = _sample(tensors[index], self._turn)
+            last = _sample(tensors[index], self._shift)
             error = _differs(self._name, f"tensor {index} of {len(tensors)}, {dtype}")
             if isinstance(first, torch.Tensor) and isinstance(again, torch.Tensor) and isinstance(last, torch.Tensor):
-                on_device.append(_Samples(error, first, again, last))
+                on_device.append(_Samples(index, error, first, again, last))
             elif again == last:
-                raise error
+                differences.append(Difference(index, error))
         for name, tensor, before in self._state:
-            after = _sample(tensor, self._turn)
+            after = _sample(tensor, self._shift)
             if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
-                on_device.append(_Samples(_changes(self._name, name), before, after, after))
+                on_device.append(_Samples(None, _changes(self._name, name), before, after, after))
             elif before != after:
                 raise _changes(self._name, name)
         self._first.clear()
         self._again.clear()
         self._state.clear()
-        return Verdict(on_device) if on_device else None
+        return differences, Verdict(self.stage, on_device) if on_device else None
 
 
 class SpotChecks:
@@ -257,52 +356,80 @@ class SpotChecks:
 
     Args:
         stages: those that are recomputed.
+        unwritten: the stages and positions of tensors that are not compared, since parts of them are never written.
+        can_repeat: whether a stage can run once more to find such tensors.
     """
 
-    def __init__(self, stages: Collection[int]) -> None:
+    def __init__(
+        self,
+        stages: Collection[int],
+        unwritten: Container[tuple[int, int]] = (),
+        can_repeat: Callable[[int], bool] = lambda stage: False,
+    ) -> None:
         self._stages = tuple(stages)
-        self._turn = -1
-        self._num_tensors: dict[int, int] = {}
+        self._unwritten = unwritten
+        self._can_repeat = can_repeat
+        # Seeded alike, so that all processes check the same stage in a step; apart, since what is drawn for a visit
+        # depends on what a stage saves.
+        self._rounds, self._generator = Rounds(random.Random(0)), random.Random(0)
+        self._visits: dict[int, Visits] = {}
         self._pending: list[Verdict] = []
-
-    @property
-    def stage(self) -> int | None:
+        self._late: dict[int, list[Difference]] = {}  # by stage, those that were known only after its recomputation
+        self.stage: int | None = None
         """The stage whose turn it is; None: no stage is recomputed, or no step has begun."""
-        return self._stages[self._turn % len(self._stages)] if self._stages and self._turn >= 0 else None
 
     def next_turn(self) -> None:
-        """A step begins."""
-        self._turn += 1
+        """A step begins; a stage that differed before is looked at first."""
+        if self._late:
+            self.stage = next(iter(self._late))
+        elif self._stages:
+            self.stage = self._stages[self._rounds.next(len(self._stages))]
 
     def begin(self, name: str, ignored: Collection[int]) -> SpotCheck:
         """Look at the stage whose turn it is."""
         assert self.stage is not None
-        return SpotCheck(self.stage, name, self._turn, self._num_tensors.get(self.stage, 0), ignored)
+        if self.stage not in self._visits:
+            self._visits[self.stage] = Visits(self._generator)
+        return SpotCheck(self.stage, name, self._visits[self.stage], ignored, self._unwritten)
 
-    def finish(self, check: SpotCheck, tensors: list[torch.Tensor]) -> None:
+    def finish(self, check: SpotCheck, tensors: list[torch.Tensor]) -> list[Difference]:
         """The recomputation has ended, with these tensors.
 
+        Returns:
+            Which of them differ, or did the last time, as far as that is known by now.
+
         Raises:
-            ExecutionError: where they differ, as far as that is known by now.
+            ExecutionError: where the recomputation has changed a tensor that no run has changed before.
         """
-        self._num_tensors[check.stage] = len(tensors)
-        verdict = check.finish(tensors)
+        visits = self._visits[check.stage]
+        visits.num_tensors = max(visits.num_tensors, len(tensors))
+        differences, verdict = check.finish(tensors)
         if verdict is not None:
             self._pending.append(verdict)
+        return self._late.pop(check.stage, []) + differences
 
     def judge(self) -> None:
         """Compare the samples that have arrived; wait for none.
 
         Raises:
-            ExecutionError: where they differ.
+            ExecutionError: where they differ, and the stage cannot run once more to find out why.
         """
         while self._pending and self._pending[0].is_known:
-            self._pending.pop(0).judge()
+            verdict = self._pending.pop(0)
+            differences = [each for each in verdict.judge() if (verdict.stage, each.position) not in self._unwritten]
+            if differences and not self._can_repeat(verdict.stage):
+                raise differences[0].error
+            if differences:
+                self._late[verdict.stage] = differences
 
 
 class _Samples(NamedTuple):
-    """Of one tensor: from its first run, from the recomputation, and from its end; and the error if they differ."""
+    """Of one tensor: from its first run, from the recomputation, and from its end; and the error if they differ.
 
+    The position is None where the stage does not save it.
+    """
+
+    position: int | None
     error: ExecutionError
     first: torch.Tensor
     again: torch.Tensor
@@ -310,11 +437,12 @@ class _Samples(NamedTuple):
 
 
 class Verdict:
-    """Samples on their way from a CUDA device to the host, to be compared there once they have arrived."""
+    """Samples of one stage on their way from a CUDA device to the host, to be compared there once they have arrived."""
 
-    def __init__(self, samples: list[_Samples]) -> None:
-        self._places = [(each.error, each.first.dtype, each.first.nbytes) for each in samples]
-        parts = [part.view(torch.uint8) for each in samples for part in each[1:]]
+    def __init__(self, stage: int, samples: list[_Samples]) -> None:
+        self.stage = stage
+        self._places = [(each.position, each.error, each.first.dtype, each.first.nbytes) for each in samples]
+        parts = [part.view(torch.uint8) for each in samples for part in (each.first, each.again, each.last)]
         self._host = torch.cat(parts).to("cpu", non_blocking=True)  # into pinned memory: nobody waits
         self._arrived: Any = torch.cuda.Event()
         self._arrived.record()
@@ -324,19 +452,26 @@ class Verdict:
         """Whether the samples have arrived."""
         return bool(self._arrived.query())
 
-    def judge(self) -> None:
+    def judge(self) -> list[Difference]:
         """Compare the samples.
 
+        Returns:
+            Which of the tensors that the stage saves differ.
+
         Raises:
-            ExecutionError: where they differ.
+            ExecutionError: where the recomputation has changed a tensor that it does not save.
         """
-        begin = 0
-        for error, dtype, num_bytes in self._places:
+        begin, differences = 0, []
+        for index, error, dtype, num_bytes in self._places:
             first, again, last = self._host[begin : begin + 3 * num_bytes].clone().view(3, num_bytes)
             begin += 3 * num_bytes
             is_settled = (again == last).view(num_bytes // dtype.itemsize, -1).all(1)
-            if not are_close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
+            if are_close(first.clone().view(dtype)[is_settled], again.clone().view(dtype)[is_settled]):
+                continue
+            if index is None:
                 raise error
+            differences.append(Difference(index, error))
+        return differences
 
 
 def are_close(first: torch.Tensor, again: torch.Tensor) -> bool:
@@ -356,29 +491,30 @@ def are_close(first: torch.Tensor, again: torch.Tensor) -> bool:
     return True
 
 
-def _sample(tensor: torch.Tensor, turn: int) -> Sample:
-    """A few elements of a tensor, evenly spread; the turn shifts them."""
+def _sample(tensor: torch.Tensor, shift: int) -> Sample:
+    """A few elements of a tensor, evenly spread, from a place on that the shift says."""
     if tensor.is_cpu:
-        return _runs_of(tensor, turn) if tensor.is_contiguous() or _is_dense(tensor) else _row_of(tensor, turn)
+        return _runs_of(tensor, shift) if tensor.is_contiguous() or _is_dense(tensor) else _row_of(tensor, shift)
     row = tensor.detach()
     if not row.is_contiguous():
         while row.dim() > 1:
-            row = row.select(0, turn % row.size(0))
+            shift, index = divmod(shift, row.size(0))
+            row = row.select(0, index)
     count = row.numel()
     step = -(-count // _NUM_ELEMENTS)
-    begin = turn % step
+    begin = shift % step
     stride = row.stride(-1) if row.dim() == 1 and count > 1 else 1
     length = -(-(count - begin) // step)
     return row.as_strided((length,), (step * stride,), row.storage_offset() + begin * stride).clone()
 
 
-def _runs_of(tensor: torch.Tensor, turn: int) -> bytes:
+def _runs_of(tensor: torch.Tensor, shift: int) -> bytes:
     """A few runs of elements, read from memory: operations would take ten times as long."""
     address, num_bytes, count = tensor.data_ptr(), tensor.element_size(), tensor.numel()
     if count <= _NUM_ELEMENTS:
         return ctypes.string_at(address, count * num_bytes)
     apart, length = -(-count // _NUM_RUNS), _NUM_ELEMENTS // _NUM_RUNS
-    starts = range(turn * length % apart, count, apart)
+    starts = range(shift * length % apart, count, apart)
     return b"".join([ctypes.string_at(address + n * num_bytes, min(length, count - n) * num_bytes) for n in starts])
 
 
@@ -393,13 +529,16 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _row_of(tensor: torch.Tensor, turn: int) -> bytes:
+def _row_of(tensor: torch.Tensor, shift: int) -> bytes:
     """A few elements of one row of a tensor that has gaps, read in the same way."""
     sizes, strides, num_bytes = tensor.size(), tensor.stride(), tensor.element_size()
-    start = tensor.data_ptr() + num_bytes * sum(turn % n * s for n, s in zip(sizes[:-1], strides[:-1], strict=True))
+    start = tensor.data_ptr()
+    for size, stride in zip(sizes[:-1], strides[:-1], strict=True):
+        shift, index = divmod(shift, size)
+        start += num_bytes * index * stride
     count, apart = sizes[-1], strides[-1] * num_bytes
     if apart == num_bytes:
-        first = turn % max(1, count - _NUM_ELEMENTS + 1)
+        first = shift % max(1, count - _NUM_ELEMENTS + 1)
         return ctypes.string_at(start + first * num_bytes, min(count, _NUM_ELEMENTS) * num_bytes)
     step = -(-count // _NUM_ALONE)
-    return b"".join([ctypes.string_at(start + n * apart, num_bytes) for n in range(turn % step, count, step)])
+    return b"".join([ctypes.string_at(start + n * apart, num_bytes) for n in range(shift % step, count, step)])

@@ -7,9 +7,10 @@ a backward takes everything with it.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
@@ -21,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.execute.checks import Checks, Fingerprints, SpotCheck
+from lowtide.runtime.execute.checks import Checks, Difference, Fingerprints, SpotCheck, are_more, marks
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
@@ -34,6 +35,7 @@ from lowtide.runtime.replay.endings import EndOfRunError
 from lowtide.runtime.replay.tape import Origin, Tape, versions_of
 from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
+from lowtide.runtime.state.surroundings import filling_memory
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Update, Value
 
 
@@ -52,6 +54,10 @@ def is_recomputing() -> bool:
         False
     """
     return _recomputing.depth > 0
+
+
+Suspect = tuple[Difference, torch.Tensor | None]
+"""A difference, and where the recomputed tensor holds what fresh memory is to be filled with; None: unknown."""
 
 
 class StageRun:
@@ -479,18 +485,64 @@ class RunningStep:
                 outputs = self._run_again(k, inputs, catch.pack if check is None else check.again(catch.pack))
             except EndOfRunError:
                 outputs = []
-            catch.finish()
-            if run.fingerprints is not None:
-                Fingerprints.of(catch.tensors).compare(run.fingerprints, self.machine.stage_name(k))
-            if check is not None:
-                self.machine.spot_checks.finish(check, catch.tensors)
+            catch.check()
+            suspects = self._suspects(k, check, catch.tensors)
+            if not suspects:
+                catch.fill()
         except BaseException:
             if sorter is not None:
                 sorter.clear()
             raise
         finally:
             catch.tensors.clear()  # the graph of the run holds the hook, the hook this list, and these the graph
-        return outputs
+        if not suspects:
+            return outputs
+        outputs = []
+        if sorter is not None:
+            sorter.clear()
+        self._settle(k, inputs, suspects)  # with nothing else of this run: that would not be in the budget
+        return self._run_for_backward(k, inputs, sorter)
+
+    def _suspects(self, k: int, check: SpotCheck | None, tensors: list[torch.Tensor]) -> list[Suspect]:
+        """Of what a recomputation of stage k has saved, what differs from the first run.
+
+        Raises:
+            ExecutionError: where that can only be an error.
+        """
+        run, machine = self.runs[k], self.machine
+        found: list[Difference] = []
+        if run.fingerprints is not None:
+            found = Fingerprints.of(tensors).differences(run.fingerprints, machine.stage_name(k))
+        if check is not None:
+            found = machine.spot_checks.finish(check, tensors)
+        found = [each for each in found if (k, each.position) not in machine.unwritten]
+        if found and not machine.can_repeat(k):
+            raise found[0].error
+        return [(each, marks(tensors[each.position]) if each.position < len(tensors) else None) for each in found]
+
+    def _settle(self, k: int, inputs: Mapping[int, torch.Tensor], suspects: list[Suspect]) -> None:
+        """Refuse what differs from the first run of stage k, except memory that is never written: that is noted."""
+        filled = self._saved_in_filled_memory(k, inputs, {difference.position for difference, _ in suspects})
+        for (position, error), usual in suspects:
+            if position not in filled or not are_more(marks(filled[position]), usual):
+                raise error
+            self.machine.unwritten.add((k, position))
+
+    def _saved_in_filled_memory(
+        self, k: int, inputs: Mapping[int, torch.Tensor], wanted: Collection[int]
+    ) -> dict[int, torch.Tensor]:
+        """What stage k saves, by position, if fresh memory is filled; of what is not wanted, nothing is kept."""
+        found: dict[int, torch.Tensor] = {}
+        positions = itertools.count()
+
+        def pack(tensor: torch.Tensor) -> None:
+            position = next(positions)
+            if position in wanted:
+                found[position] = tensor.detach()
+
+        with filling_memory():
+            self._run_again(k, inputs, pack)
+        return found
 
     def _may_end_early(self, k: int) -> bool:
         """Whether the repeated run of stage k that comes now can end with the last tensor that it saves.

@@ -20,6 +20,7 @@ from lowtide.runtime.execute.storages import StorageWatch
 from lowtide.runtime.execute.variants import StageVariants
 from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
+from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
@@ -96,7 +97,10 @@ class Machine:
         self.program = program
         self.tier = tier
         self.checks = checks
-        self.spot_checks = SpotChecks(program.recomputed if checks is Checks.SPOT else ())
+        self.unwritten: set[tuple[int, int]] = set()
+        """The stages and positions of saved tensors parts of which were seen to be never written."""
+        checked = program.recomputed if checks is Checks.SPOT else ()
+        self.spot_checks = SpotChecks(checked, self.unwritten, self.can_repeat)
         self.variants = variants or StageVariants(None)
         self.functions = functions
         self.generators = Generators.of(model)
@@ -180,6 +184,14 @@ class Machine:
     def can_be_watched(self, k: int) -> bool:
         """Whether the operations of stage k can be seen without changing what it does: not those of compiled code."""
         return k not in self._compiled
+
+    def can_repeat(self, k: int) -> bool:
+        """Whether stage k can run once more to see whether it saves memory that it never writes.
+
+        Compiled code would be compiled anew for that, and other processes would not take part.
+        """
+        is_compiled = k in self._compiled or self.regions is not None or bool(self.functions)
+        return not (is_compiled or is_distributed())
 
     def buffer_name(self, tensor: torch.Tensor) -> str | None:
         """The name of a tensor that was a buffer of the model when the forward began; None: it was none."""

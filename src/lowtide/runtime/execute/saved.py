@@ -284,13 +284,16 @@ class RepeatedRun:
 
         return pack_until
 
-    def finish(self) -> None:
-        """The run has ended: compare it with the first; fill the placeholders unless something else took the tensors.
+    def check(self) -> None:
+        """The run has ended: compare shapes, dtypes and the number of tensors with those of the first.
 
         Raises:
-            ExecutionError: where it differs.
+            ExecutionError: where they differ.
         """
         self._placeholders.check(self.tensors)
+
+    def fill(self) -> None:
+        """Fill the placeholders unless something else took the tensors."""
         if self._sink is None:
             self._placeholders.fill(self.tensors, self._versions, self._lenders)
 

@@ -228,6 +228,7 @@ class Sorter:
     def clear(self) -> None:
         """Free the saved tensors: the graph of the run holds the hook, the hook this object, and these the graph."""
         self._tensors.clear()
+        self._versions.clear()
 
     def finish(
         self,

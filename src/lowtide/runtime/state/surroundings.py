@@ -6,6 +6,7 @@ blocks have ended. Random numbers are in `lowtide.runtime.state.rng`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -107,7 +108,38 @@ class Surroundings(NamedTuple):
             if kernels != self.kernels:
                 stack.callback(set_kernels, kernels)
                 set_kernels(self.kernels)
+            if _is_filling:
+                _fill_memory()
             yield
+
+
+@contextmanager
+def filling_memory() -> Iterator[None]:
+    """Run the block with fresh memory filled with NaN, or the largest whole number, in whatever surroundings.
+
+    torch does that with deterministic algorithms; where an operation has none, it is to warn nobody.
+    """
+    global _is_filling
+    kernels, fills = kernels_now(), torch._C._get_deterministic_fill_uninitialized_memory()
+    _is_filling = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _fill_memory()
+            yield
+    finally:
+        _is_filling = False
+        set_kernels(kernels)
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+
+_is_filling = False
+
+
+def _fill_memory() -> None:
+    if torch.get_deterministic_debug_mode() == 0:
+        torch.set_deterministic_debug_mode("warn")
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
 
 
 _last: tuple[list[Any], Surroundings] | None = None  # switches without modes, and what they say
