@@ -6,9 +6,10 @@ Shapes and dtypes are compared always (`saved`). Values are compared in two ways
   that a step does not feel it. What makes a recomputation differ, another draw of dropout, a setting that has changed,
   a hook that was removed, changes values everywhere, so a few elements tell; and which ones are looked at changes from
   step to step. The same is done with small tensors that no run has changed so far: a recomputation that changes one in
-  a way that counts no version would change it twice. A round visits each stage once, in an order of its own, and in
-  the same way a stage's visits go through its tensors: with a fixed order, what differs in every tenth step only, or
-  in one of many tensors, could be out of step with the checks for ever.
+  a way that counts no version would change it twice. Nothing is wrong in silence for longer than one round of stages.
+  Now and then a step has two stages looked at, and a stage's visits go through its tensors in an order that changes:
+  otherwise what differs in every tenth step only, or in one of many tensors, could be out of step with the checks for
+  ever.
 - *Strict mode*: every stage in each step, byte by byte. For finding out, not for training.
 
 Some kernels save memory that they have never written, and read no more of it in backward. Where values differ, the
@@ -40,6 +41,7 @@ _NUM_ELEMENTS = 64
 _NUM_RUNS = 2  # in which the elements of a tensor on the CPU lie side by side
 _NUM_ALONE = 8  # elements of such a tensor where they do not
 _BITS_OF_A_SHIFT = 48  # more than tensors have elements
+_TWO_STAGES = 0.25  # how often a step has two stages looked at: a round then begins at any stage after a few rounds
 
 # Some of what kernels save is never written, and holds anything. Known without a further run: the workspaces of LSTM,
 # which are bytes, and the seed and the offset of attention without dropout, which are whole numbers by themselves.
@@ -357,40 +359,35 @@ class SpotChecks:
     Args:
         stages: those that are recomputed.
         unwritten: the stages and positions of tensors that are not compared, since parts of them are never written.
-        can_repeat: whether a stage can run once more to find such tensors.
     """
 
-    def __init__(
-        self,
-        stages: Collection[int],
-        unwritten: Container[tuple[int, int]] = (),
-        can_repeat: Callable[[int], bool] = lambda stage: False,
-    ) -> None:
+    def __init__(self, stages: Collection[int], unwritten: Container[tuple[int, int]] = ()) -> None:
         self._stages = tuple(stages)
         self._unwritten = unwritten
-        self._can_repeat = can_repeat
-        # Seeded alike, so that all processes check the same stage in a step; apart, since what is drawn for a visit
+        # Seeded alike, so that all processes check the same stages in a step; apart, since what is drawn for a visit
         # depends on what a stage saves.
-        self._rounds, self._generator = Rounds(random.Random(0)), random.Random(0)
+        self._turns, self._generator = random.Random(0), random.Random(0)
+        self._num_looked_at = 0
         self._visits: dict[int, Visits] = {}
         self._pending: list[Verdict] = []
         self._late: dict[int, list[Difference]] = {}  # by stage, those that were known only after its recomputation
-        self.stage: int | None = None
-        """The stage whose turn it is; None: no stage is recomputed, or no step has begun."""
+        self.turn: frozenset[int] = frozenset()
+        """The stages that are looked at in this step."""
 
     def next_turn(self) -> None:
-        """A step begins; a stage that differed before is looked at first."""
-        if self._late:
-            self.stage = next(iter(self._late))
-        elif self._stages:
-            self.stage = self._stages[self._rounds.next(len(self._stages))]
+        """A step begins; stages that have differed before are looked at beside those whose turn it is."""
+        if not self._stages:
+            return
+        begin = self._num_looked_at
+        self._num_looked_at += 2 if self._turns.random() < _TWO_STAGES else 1
+        turn = (self._stages[place % len(self._stages)] for place in range(begin, self._num_looked_at))
+        self.turn = frozenset((*turn, *self._late))
 
-    def begin(self, name: str, ignored: Collection[int]) -> SpotCheck:
-        """Look at the stage whose turn it is."""
-        assert self.stage is not None
-        if self.stage not in self._visits:
-            self._visits[self.stage] = Visits(self._generator)
-        return SpotCheck(self.stage, name, self._visits[self.stage], ignored, self._unwritten)
+    def begin(self, stage: int, name: str, ignored: Collection[int]) -> SpotCheck:
+        """Look at a stage whose turn it is."""
+        if stage not in self._visits:
+            self._visits[stage] = Visits(self._generator)
+        return SpotCheck(stage, name, self._visits[stage], ignored, self._unwritten)
 
     def finish(self, check: SpotCheck, tensors: list[torch.Tensor]) -> list[Difference]:
         """The recomputation has ended, with these tensors.
@@ -408,8 +405,11 @@ class SpotChecks:
             self._pending.append(verdict)
         return self._late.pop(check.stage, []) + differences
 
-    def judge(self) -> None:
+    def judge(self, can_repeat: Callable[[int], bool]) -> None:
         """Compare the samples that have arrived; wait for none.
+
+        Args:
+            can_repeat: whether a stage can run once more to find memory that is never written.
 
         Raises:
             ExecutionError: where they differ, and the stage cannot run once more to find out why.
@@ -417,7 +417,7 @@ class SpotChecks:
         while self._pending and self._pending[0].is_known:
             verdict = self._pending.pop(0)
             differences = [each for each in verdict.judge() if (verdict.stage, each.position) not in self._unwritten]
-            if differences and not self._can_repeat(verdict.stage):
+            if differences and not can_repeat(verdict.stage):
                 raise differences[0].error
             if differences:
                 self._late[verdict.stage] = differences

@@ -184,7 +184,7 @@ class Execution:
             )
         machine, current = self.machine, self._interception.current
         with machine.alone:
-            machine.spot_checks.judge()
+            machine.spot_checks.judge(machine.can_repeat)
             machine.spot_checks.next_turn()
             machine.refresh()
             if self._steps is not None:

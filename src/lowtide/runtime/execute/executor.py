@@ -301,7 +301,7 @@ class RunningStep:
             # The graph holds this step. A model that keeps a result with its graph must not hold itself through both.
             self.machine = weakref.proxy(machine)
             machine.counters.num_steps += 1
-            machine.spot_checks.judge()
+            machine.spot_checks.judge(machine.can_repeat)
         elif self._storages is not None:  # what ran until now may have exchanged memory itself
             self._storages = Storages(self._watched, addresses_of(self._watched))
 

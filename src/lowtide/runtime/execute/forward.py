@@ -104,8 +104,8 @@ class ExecutedForward(StagedForward):
                 run.fingerprints = Fingerprints()
                 sink = noting(sink, run.fingerprints.add)
             pack, unpack = run.placeholders.first_run(step, sink)
-            if machine.spot_checks.stage == k:
-                run.spot_check = machine.spot_checks.begin(machine.stage_name(k), machine.buffer_storages_of(k))
+            if k in machine.spot_checks.turn:
+                run.spot_check = machine.spot_checks.begin(k, machine.stage_name(k), machine.buffer_storages_of(k))
                 pack = run.spot_check.first(pack)
             self._hooks = pack, unpack
             self._begin_call = run.placeholders.begin_call

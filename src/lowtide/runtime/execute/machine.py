@@ -100,7 +100,7 @@ class Machine:
         self.unwritten: set[tuple[int, int]] = set()
         """The stages and positions of saved tensors parts of which were seen to be never written."""
         checked = program.recomputed if checks is Checks.SPOT else ()
-        self.spot_checks = SpotChecks(checked, self.unwritten, self.can_repeat)
+        self.spot_checks = SpotChecks(checked, self.unwritten)
         self.variants = variants or StageVariants(None)
         self.functions = functions
         self.generators = Generators.of(model)
