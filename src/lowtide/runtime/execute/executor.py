@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
@@ -245,7 +246,7 @@ class RunningStep:
                 )
             self._enter_task()
             if self._filled > k:
-                with self.machine.alone:
+                with self.machine.alone, _outside_vmap():
                     self._walk(self.program.backward[k])
                     self._fill(k)
             if self._weights is not None:
@@ -694,6 +695,28 @@ def _switched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in changed:
             parameter.requires_grad_(not parameter.requires_grad)
+
+
+_VMAP = torch._C._dispatch_key_parse("VmapMode")
+"""What the dispatcher calls the transform of `is_grads_batched=True`, which is older than that of `torch.func`."""
+
+
+@contextmanager
+def _outside_old_vmap() -> Iterator[None]:
+    torch._C._dispatch_tls_set_dispatch_key_included(_VMAP, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_included(_VMAP, True)
+
+
+def _outside_vmap() -> AbstractContextManager[Any]:
+    """Leave the transform in which backward runs: gradients are in it, and nothing that a recomputation reads; and
+    `vmap` refuses random numbers.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_included(_VMAP):
+        return _outside_old_vmap()
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 class _MarkedAsRecomputing:
