@@ -146,7 +146,7 @@ def test_a_recomputation_that_differs_is_found_within_one_round_of_stages(monkey
         model(x).sum().backward()
 
     def round_of_steps() -> None:
-        for _ in range(5):  # on a GPU a difference is told a step later at the latest
+        for _ in range(5):  # on a GPU a difference is told two steps later at the latest
             loss = model(x).sum()
             monkeypatch.setitem(OFFSET, "value", 1.0)
             loss.backward()
