@@ -84,6 +84,36 @@ class Stream(IterableDataset[Any]):
         return iter([torch.randn(8) for _ in range(6)])
 
 
+class Described(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((8,), float(index)), "y": torch.zeros(8)}
+
+
+class Whole(nn.Sequential):
+    """Takes a batch as it is."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch["x"]) - batch["y"]
+
+
+class ByName(nn.Sequential):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) - y
+
+
+@pytest.mark.parametrize("kind", [Whole, ByName])
+def test_a_batch_with_names_is_one_argument_or_several(kind: type[nn.Sequential]) -> None:
+    model = kind(*network())
+    with lowtide.fit(model, DataLoader(Described(), batch_size=4), memory_budget="1GiB", bandwidth=0) as plan:
+        for batch in DataLoader(Described(), batch_size=4):
+            result = model(batch) if kind is Whole else model(**batch)
+            result.sum().backward()
+        assert plan.stats().num_steps == 2
+
+
 def test_streams_and_empty_loaders() -> None:
     assert largest_batch_of(DataLoader(Stream(), batch_size=3)).shape == (3, 8)
     with pytest.raises(lowtide.CaptureError, match="is empty"):

@@ -26,8 +26,9 @@ _NUM_LOOKED_AT = 8
 def sample_from(model: nn.Module, sample: Any) -> Any:
     """The user's sample; for a DataLoader, the arguments for its largest batch.
 
-    A mapping gives keyword arguments. Of a tuple or list the model takes as many as its `forward` requires, at least
-    one: the rest is for the loss.
+    A mapping gives keyword arguments, unless the model's `forward` knows none of these names: then it is the one
+    argument. Of a tuple or list the model takes as many as its `forward` requires, at least one: the rest is for the
+    loss.
 
     Raises:
         CaptureError: where the loader gives no batch, or one that holds no tensors.
@@ -37,6 +38,8 @@ def sample_from(model: nn.Module, sample: Any) -> Any:
     batch = largest_batch_of(sample)
     if isinstance(batch, tuple | list):
         batch = tuple(batch[: max(1, _num_required(model))])
+    elif isinstance(batch, Mapping) and not _takes(model, batch):
+        batch = (batch,)
     device = device_of(model)
     return Sample.of(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch))
 
@@ -136,6 +139,12 @@ def _generators_of(loader: DataLoader[Any]) -> Iterator[torch.Generator]:
 
 def _num_bytes(batch: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(batch))
+
+
+def _takes(model: nn.Module, keywords: Mapping[Any, Any]) -> bool:
+    """Whether a model's forward has a parameter of one of these names, or takes any."""
+    parameters = inspect.signature(model.forward).parameters
+    return any(name in keywords or each.kind is each.VAR_KEYWORD for name, each in parameters.items())
 
 
 def _num_required(model: nn.Module) -> int:
