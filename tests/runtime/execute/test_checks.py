@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -191,6 +192,16 @@ def test_what_is_equal_is_not_refused(make: Callable[[], nn.Module], strict: boo
     plan = lowtide.attach(model, each_recomputed(), strict=strict)
     steps(model, x, 6 * NUM_BLOCKS)
     assert plan.stats().num_steps == 6 * NUM_BLOCKS
+
+
+def test_memory_that_holds_what_an_earlier_filling_left_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest number of 32 bits, as a fraction, is NaN."""
+    found = itertools.chain([1] * 4, [2**31 - 1] * 4, itertools.count(2))  # four blocks in each run of the stage
+    monkeypatch.setattr(sys.modules[__name__], "_trash", found)
+    model, x = network(block2=Workspace()), torch.randn(4, 8)
+    plan = lowtide.attach(model, each_recomputed(), strict=True)
+    steps(model, x, 3)
+    assert plan.stats().num_steps == 3
 
 
 class PartlyDifferent(nn.Module):

@@ -67,11 +67,20 @@ def marks(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor == torch.iinfo(tensor.dtype).max
 
 
-def are_more(found: torch.Tensor | None, usual: torch.Tensor | None) -> bool:
-    """Whether there are marks that are not there as a rule."""
+def takes_marks(tensor: torch.Tensor, usual: torch.Tensor | None) -> bool:
+    """Whether a tensor that was made in filled memory has marks that are not there as a rule.
+
+    These are taken off: whoever gets the memory next is not to take them for values.
+    """
+    found = marks(tensor)
     if found is None or usual is None or found.shape != usual.shape:
         return False
-    return bool((found & ~usual).any())
+    more = found & ~usual
+    if not more.any():
+        return False  # and it may be memory of somebody else's: nothing is written to it
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        tensor.masked_fill_(more, 0)
+    return True
 
 
 ADVICE = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import compress
@@ -23,7 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.execute.checks import Checks, Difference, Fingerprints, SpotCheck, are_more, marks
+from lowtide.runtime.execute.checks import Checks, Difference, Fingerprints, SpotCheck, marks, takes_marks
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
@@ -523,16 +523,30 @@ class RunningStep:
 
     def _settle(self, k: int, inputs: Mapping[int, torch.Tensor], suspects: list[Suspect]) -> None:
         """Refuse what differs from the first run of stage k, except memory that is never written: that is noted."""
-        filled = self._saved_in_filled_memory(k, inputs, {difference.position for difference, _ in suspects})
-        for (position, error), usual in suspects:
-            if position not in filled or not are_more(marks(filled[position]), usual):
+        unwritten = self._with_marks(k, inputs, {each.position: usual for each, usual in suspects})
+        rest = [each for each, _ in suspects if each.position not in unwritten]
+        if rest:  # memory that was filled before may have been used again, and had its marks as a rule
+            saved = self._saved_once_more(k, inputs, {each.position for each in rest})
+            usual = {position: marks(tensor) for position, tensor in saved.items()}
+            saved.clear()
+            unwritten |= self._with_marks(k, inputs, usual)
+        for position, error in rest:
+            if position not in unwritten:
                 raise error
-            self.machine.unwritten.add((k, position))
+        self.machine.unwritten.update((k, position) for position in unwritten)
 
-    def _saved_in_filled_memory(
-        self, k: int, inputs: Mapping[int, torch.Tensor], wanted: Collection[int]
+    def _with_marks(
+        self, k: int, inputs: Mapping[int, torch.Tensor], usual: Mapping[int, torch.Tensor | None]
+    ) -> set[int]:
+        """Of what stage k saves, what has marks only where fresh memory is filled."""
+        with filling_memory():
+            saved = self._saved_once_more(k, inputs, usual)
+        return {position for position, tensor in saved.items() if takes_marks(tensor, usual[position])}
+
+    def _saved_once_more(
+        self, k: int, inputs: Mapping[int, torch.Tensor], wanted: Container[int]
     ) -> dict[int, torch.Tensor]:
-        """What stage k saves, by position, if fresh memory is filled; of what is not wanted, nothing is kept."""
+        """What stage k saves, by position; of what is not wanted, nothing is kept."""
         found: dict[int, torch.Tensor] = {}
         positions = itertools.count()
 
@@ -541,8 +555,7 @@ class RunningStep:
             if position in wanted:
                 found[position] = tensor.detach()
 
-        with filling_memory():
-            self._run_again(k, inputs, pack)
+        self._run_again(k, inputs, pack)
         return found
 
     def _may_end_early(self, k: int) -> bool:
