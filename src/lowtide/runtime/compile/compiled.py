@@ -300,7 +300,7 @@ class Compilation:
         return _for_equal_numbers(model, self.options, by_rule=by_rule)
 
     def saved_as_one(self, model: nn.Module, split: Split, sample: Sample, share: float) -> Saved | None:
-        """What the model would save as one region, of which a part keeps about a share; None: no compiler tells.
+        """What the model would save as one region, if a part keeps about this share; None: no compiler tells.
 
         Raises:
             NoRegionsError, and Dynamo's own errors: where the model has no regions.
