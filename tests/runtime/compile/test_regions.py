@@ -452,23 +452,20 @@ def test_blocks_are_compiled_where_no_trial_can_decide() -> None:
         assert regions_of(model) is None
 
 
-@pytest.mark.usefixtures("_timed")
+@pytest.mark.usefixtures("_host_bound")
 def test_what_trials_compile_is_bounded() -> None:
-    """Whichever way is the fastest, which times on this machine decide."""
     backend, model, text = Counting(), Simple(depth=2), texts(batch=64)[0]
     options = {**OPTIONS, "variants": True}
     with lowtide.fit(model, text, memory_budget="1GiB", **options, **auto_with(backend)) as plan:
         assert len(backend.graphs) == 2  # all as one, and a block
         model(text).backward()
         assert len(backend.graphs) == 2
-        budget, num_stages = less_than_all(plan), 4  # two blocks, and what is before and after them
+        budget = less_than_all(plan)
     backend = Counting()
     model.zero_grad()
-    with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)):
+    with lowtide.fit(model, text, memory_budget=budget, **options, **auto_with(backend)) as plan:
         model(text).backward()
-    of_all = [graph for graph in backend.graphs if {F.embedding, F.cross_entropy} <= graph]
-    assert len(of_all) <= 1 + 3  # the whole, and the shares of it that are tried
-    assert len(backend.graphs) - len(of_all) <= 2 * num_stages + 5  # two schedules that join, and a block in five ways
+        assert len(backend.graphs) <= 2 * plan.chain.num_stages  # those of both ways, the variants of one, and a joint
 
 
 class Growing(nn.Module):

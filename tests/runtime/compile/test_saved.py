@@ -208,6 +208,7 @@ def test_what_is_not_one_graph_is_traced_once(monkeypatch, error, asked) -> None
         assert regions_of(model) is None
         assert plan.stats().predicted_peak_bytes <= budget
     assert len(traced) == 1
+    assert [len(each) for each in found] == [1]  # blocks are all that is left
 
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:

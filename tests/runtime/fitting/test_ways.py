@@ -154,3 +154,13 @@ def test_nothing_is_measured_where_finer_cuts_do_not_help(monkeypatch: pytest.Mo
     with pytest.raises(InfeasibleBudgetError):
         lowtide.fit(model, torch.randn(1024, 16), memory_budget=1, bandwidth=0, loss=loss, **options)
     assert [settings.finest for settings in measured] == [False]
+
+
+def test_what_offloading_needs_is_named_where_only_the_other_way_is_cut_more_finely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(ways, "_frees_more", lambda *_: next(answers))
+    refusing(monkeypatch, 2000, 1500, 1000)
+    with pytest.raises(InfeasibleBudgetError, match=r"recomputation alone \(with offloading: 1.95 KiB\)"):
+        lowtide.fit(network(), torch.randn(2, 3, 16, 16), memory_budget=1, bandwidth="1GB/s")

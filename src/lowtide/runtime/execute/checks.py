@@ -13,8 +13,8 @@ Shapes and dtypes are compared always (`saved`). Values are compared in two ways
 - *Strict mode*: every stage in each step, byte by byte. For finding out, not for training.
 
 Some kernels save memory that they have never written, and read no more of it in backward. Where values differ, the
-stage therefore runs once more with all fresh memory filled with a value that stands out: a tensor that holds it then
-is not compared from then on, and what does not is an error.
+stage therefore runs once more with all fresh memory filled with a value that stands out: a tensor that holds it then,
+and not as a rule, is not compared from then on, and what does not is an error.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ def marks(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor == torch.iinfo(tensor.dtype).max
 
 
-def takes_marks(tensor: torch.Tensor, usual: torch.Tensor | None) -> bool:
-    """Whether a tensor that was made in filled memory has marks that are not there as a rule.
+def remove_marks(tensor: torch.Tensor, usual: torch.Tensor | None) -> bool:
+    """Remove the marks of filled memory that a tensor does not have as a rule, so that nobody who gets the memory next
+    takes them for values.
 
-    These are taken off: whoever gets the memory next is not to take them for values.
+    Returns:
+        Whether there were any.
     """
     found = marks(tensor)
     if found is None or usual is None or found.shape != usual.shape:
@@ -78,8 +80,9 @@ def takes_marks(tensor: torch.Tensor, usual: torch.Tensor | None) -> bool:
     more = found & ~usual
     if not more.any():
         return False  # and it may be memory of somebody else's: nothing is written to it
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        tensor.masked_fill_(more, 0)
+    if 0 not in tensor.stride():  # else elements share memory, and torch does not write to it
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            tensor.masked_fill_(more, 0)
     return True
 
 
@@ -138,7 +141,7 @@ class Fingerprints:
         self._tensors = []
 
     def differences(self, first: Fingerprints, name: str) -> list[Difference]:
-        """Those from the first run of the stage with this name."""
+        """Which tensors differ from those of the first run; the name is the stage's, for messages."""
         pairs = enumerate(zip(first._sums, self._sums, strict=True))
         found = [index for index, (one, other) in pairs if one is not None and one != other]
         return [Difference(index, _differs(name, f"tensor {index} of {len(self._sums)}")) for index in found]

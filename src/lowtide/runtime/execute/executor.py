@@ -23,7 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.execute.checks import Checks, Difference, Fingerprints, SpotCheck, marks, takes_marks
+from lowtide.runtime.execute.checks import Checks, Difference, Fingerprints, SpotCheck, marks, remove_marks
 from lowtide.runtime.execute.machine import Machine
 from lowtide.runtime.execute.program import Mode
 from lowtide.runtime.execute.saved import Pack, Placeholders, discard, never_opened
@@ -541,7 +541,7 @@ class RunningStep:
         """Of what stage k saves, what has marks only where fresh memory is filled."""
         with filling_memory():
             saved = self._saved_once_more(k, inputs, usual)
-        return {position for position, tensor in saved.items() if takes_marks(tensor, usual[position])}
+        return {position for position, tensor in saved.items() if remove_marks(tensor, usual[position])}
 
     def _saved_once_more(
         self, k: int, inputs: Mapping[int, torch.Tensor], wanted: Container[int]

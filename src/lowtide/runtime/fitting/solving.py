@@ -103,7 +103,7 @@ def leanest_solution(chain: Chain, settings: Settings) -> Solution:
 
 
 def leanest_of(solved: Callable[..., Solution]) -> Solution:
-    """Of what is solved for with some `memory_budget`, a schedule within the least."""
+    """What a solver, called with a `memory_budget`, finds within the least that it names."""
     try:
         return solved(memory_budget=1)
     except InfeasibleBudgetError as error:

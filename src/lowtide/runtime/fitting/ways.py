@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -91,9 +92,16 @@ def plan_for(
     ways = _ways(settings, may_move=may_move)
     measured: dict[tuple[bool, bool], tuple[Split, Chain]] = {}  # by whether values may move, and whether cut finely
     refused: list[tuple[int, str]] = []
+    with_offloading = 0  # the least of the ways in which values may move
+
+    @cache
+    def finest() -> Split:
+        visits = settings.placed is not None
+        return capture_for(lambda _: None, model, sample, without_running=visits, loss=settings.loss, finest=True)[0]
+
     for way in ways:
         moves, accepts = way.bandwidth > 0, goes_on and way is ways[-1]
-        if way.finest and not goes_on and not _frees_more(model, sample, way, *measured[moves, False]):
+        if way.finest and not goes_on and not _frees_more(finest(), way, *measured[moves, False]):
             continue
         if (moves, way.finest) not in measured:
             split, (chain, _) = measured_for(model, sample, way, of_kind)
@@ -104,7 +112,9 @@ def plan_for(
         except InfeasibleBudgetError as error:
             least = error.minimum_bytes
             is_alone = way.bandwidth != settings.bandwidth
-            refused.append((least, _below_alone(settings, least, refused[-1][0]) if is_alone else str(error)))
+            if not is_alone:
+                with_offloading = min(least, with_offloading or least)
+            refused.append((least, _below_alone(settings, least, with_offloading) if is_alone else str(error)))
             continue
         if way.strategy == STRATEGY != settings.strategy:
             found = _explained(found, min(least for least, _ in refused))
@@ -126,10 +136,8 @@ def _ways(settings: Settings, *, may_move: bool) -> list[Settings]:
     return ways
 
 
-def _frees_more(model: nn.Module, sample: Sample, settings: Settings, split: Split, chain: Chain) -> bool:
-    """Whether cutting more finely than this may need less."""
-    visits = settings.placed is not None
-    finest, _ = capture_for(lambda _: None, model, sample, without_running=visits, loss=settings.loss, finest=True)
+def _frees_more(finest: Split, settings: Settings, split: Split, chain: Chain) -> bool:
+    """Whether the finest split may need less than this one."""
     leanest = leanest_of(lambda memory_budget: solution_for(chain, replace(settings, memory_budget=memory_budget)))
     return cuts_the_peak(finest, split, leanest)
 
