@@ -131,7 +131,8 @@ def test_where_memory_is_short_a_model_is_cut_more_finely(bandwidth: int | str) 
     with pytest.raises(InfeasibleBudgetError) as fine:
         lowtide.fit(residuals(16), x, memory_budget=1, **options)
     room = coarse.value.minimum_bytes - fine.value.minimum_bytes
-    assert room > 0.15 * coarse.value.minimum_bytes
+    others = chain.base_bytes  # what else lives in this process counts, too
+    assert room > 0.15 * (coarse.value.minimum_bytes - others)
     model = residuals(16)
     with lowtide.fit(model, x, memory_budget=fine.value.minimum_bytes + room // 2, **options) as plan:
         assert plan.chain.num_stages > chain.num_stages
