@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import Backward, Forward, Offload, Prefetch, Release, Schedule
+from lowtide.runtime.transfer import pinned_tier
 from lowtide.runtime.transfer.pinned_tier import PinnedTier
 from lowtide.zoo import make
 
@@ -296,6 +298,21 @@ def test_the_host_budget_holds():
         pytest.raises(lowtide.ExecutionError, match="host_memory_budget"),
     ):
         model(inputs(1)[0])
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, plain_numbers):
+    pinned_already = torch.empty(2**26, dtype=torch.uint8).pin_memory()
+    monkeypatch.setattr(pinned_tier, "_filled", lambda *_: pinned_already)
+    model = model_on_gpu()
+    with (
+        lowtide.attach(model, offloading(N)),
+        pytest.warns(lowtide.LowtideWarning, match=r"could not be pinned.*ulimit"),
+    ):
+        model(inputs()[0]).sum().backward()
+    model = model_on_gpu()
+    with lowtide.attach(model, offloading(N)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        assert_equal(train(model, inputs()), plain_numbers)
 
 
 def test_out_of_memory_in_a_step_leaves_the_next_as_plain():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.runtime.plan.attach import split_for
+from lowtide.runtime.transfer.pinned_tier import PinnedTier
 
 pytestmark = [
     pytest.mark.gpu,
@@ -225,6 +227,40 @@ def test_a_failed_capture_leaves_everything_as_it_was():
         assert_equal(train(model, inputs()), expected)
         assert "module '3', test_graphs.py, line" in refusal_of(plan)
         assert any("without CUDA graphs" in note for note in plan.notes)
+
+
+class FreesWhileCaptured(nn.Module):
+    """Frees what others left, while a graph is captured."""
+
+    left: ClassVar[list[Any]] = []
+
+    def forward(self, x):
+        if torch.cuda.is_current_stream_capturing():
+            self.left.clear()
+        return x.relu()
+
+
+@pytest.mark.parametrize("is_garbage", [False, True], ids=["at once", "by the collector"])
+def test_pinned_memory_that_is_freed_during_a_capture(is_garbage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FreesWhileCaptured(), nn.Linear(WIDTH, WIDTH)).cuda()
+    tiers = [PinnedTier(torch.device("cuda", 0)) for _ in range(2)]
+    like = torch.ones(2**20, device="cuda")
+    kept: list[Any] = [tiers[0].mirror(like)]
+    if is_garbage:
+        kept.append(kept)
+    FreesWhileCaptured.left.append(kept)
+    del kept, tiers[0]
+    usual = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        with lowtide.attach(model, recomputing(3), cuda_graphs=True) as plan:
+            train(model, inputs())
+            assert num_replayed(plan) == NUM_STEPS - 2
+    finally:
+        gc.set_threshold(*usual)
+    assert not FreesWhileCaptured.left
+    assert torch.equal(tiers[0].mirror(like).tensor.zero_(), like * 0)
 
 
 def test_hooks_and_attributes_are_not_left_out():

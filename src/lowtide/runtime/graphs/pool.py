@@ -66,8 +66,9 @@ class Pool:
         # Other threads may go on using the device meanwhile: that which puts batches into pinned memory does.
         mode = "thread_local"
         try:
-            # What the collector frees, a graph or memory of another stream, would end a capture.
-            with _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode), no_collection():
+            # What the collector frees, a graph or memory of another stream, would end a capture; it waits from before
+            # the beginning until after the end, since whatever is left to it meanwhile goes as soon as it may run.
+            with no_collection(), _growing(), torch.cuda.graph(graph, self.handle, self._stream, mode):
                 yield
         except BaseException:
             # Where a capture breaks off, torch leaves its stream in place, and the generator waiting for its end.

@@ -34,6 +34,9 @@ _SMALLEST_PIECE_BYTES = 64 * 2**20
 # Pages are made so many bytes at a time, and progress is told after each.
 _BYTES_AT_ONCE = 2**30
 
+# What waits for the end of a capture, until more is registered.
+_still_registered: list[tuple[int, mmap.mmap]] = []
+
 Progress = Callable[[str, float], None]
 """Is told the current task and the share done."""
 
@@ -319,12 +322,16 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _host_memory(num_bytes: int, progress: Progress | None) -> tuple[torch.Tensor, bool]:
     """Host memory, registered with CUDA; where that is refused, ordinary memory, False and one warning."""
+    while _still_registered:
+        _unregister(*_still_registered.pop())
     check_host_has(num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = _filled(pages, progress)
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+        with suppress(RuntimeError):  # CUDA keeps the refusal as its last error, which the next kernel would report
+            torch.ones(1, device="cuda")
         warnings.warn(
             f"{format_bytes(num_bytes)} of host memory could not be pinned, so copies will not overlap with "
             "computation and steps will be slower than predicted; raise the limit of locked memory (ulimit -l)",
@@ -332,9 +339,16 @@ def _host_memory(num_bytes: int, progress: Progress | None) -> tuple[torch.Tenso
             stacklevel=2,
         )
         return memory, False
-    finalizer = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
-    finalizer.atexit = False
+    weakref.finalize(memory.untyped_storage(), _unregister, address, pages).atexit = False
     return memory, True
+
+
+def _unregister(address: int, pages: mmap.mmap) -> None:
+    """Memory is about to be freed. While a CUDA graph is captured it stays: the call would end the capture."""
+    if torch.cuda.is_current_stream_capturing():
+        _still_registered.append((address, pages))
+    else:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _filled(pages: mmap.mmap, progress: Progress | None) -> torch.Tensor:
