@@ -119,7 +119,8 @@ def measured_once() -> Iterator[None]:
     def remembering(model: nn.Module, sample: Sample, settings: Settings, *others: Any) -> Any:
         asked = settings.compilation
         compiles = asked and (asked.regions, asked.budgets, repr(asked.options))
-        key = id(model), settings.bandwidth > 0, settings.cuda_graphs, compiles
+        cuts = settings.in_blocks, settings.finest, settings.most_stages
+        key = id(model), settings.bandwidth > 0, settings.cuda_graphs, compiles, cuts
         if key not in measured:
             split, (chain, compiled) = plain(model, sample, settings, *others)
             measured[key] = split, chain, None if compiled is None else compiled.compilation

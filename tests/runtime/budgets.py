@@ -19,10 +19,10 @@ def measured_once() -> Iterator[None]:
 
     All calls inside are for the same sample and differ in their budget alone.
     """
-    measured_for, found = ways.measured_for, dict[tuple[int, bool], Any]()
+    measured_for, found = ways.measured_for, dict[tuple[int, bool, bool], Any]()
 
     def once(model: nn.Module, sample: Any, settings: Settings, *others: Any) -> Any:
-        key = id(model), settings.bandwidth > 0
+        key = id(model), settings.bandwidth > 0, settings.finest
         if key not in found:
             found[key] = measured_for(model, sample, settings, *others)
         return found[key]
