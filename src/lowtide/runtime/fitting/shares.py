@@ -35,8 +35,12 @@ from lowtide.units import format_bytes
 _MOST_TRIALS = 3
 
 # Of what the budget leaves beside weights and all else that is there throughout: a trial that is this near is not
-# improved, since that takes another one. Each aims at the middle of what is near.
+# improved, since that takes another one. Each along a line aims at the middle of what is near.
 _NEAR = 0.15
+
+# Of the same: what the share that is tried first is expected to take, where it is told from a trace. On an H200 steps
+# of ResNet-101, Swin-B and ConvNeXt-B took 0.87 to 0.91 where 0.925 was asked for.
+_EXPECTED = 0.97
 
 # Less is not tried, a judgement: almost everything would be computed again.
 _LEAST = 0.1
@@ -159,7 +163,7 @@ def share_for(chain: Chain, saved: Saved, memory_budget: int) -> float | None:
         stages = [_kept_in_part(stage, kept, ratio) for stage in chain.stages]
         return stored.on(replace(chain, stages=tuple(stages))).peak_bytes
 
-    aim = chain.fixed_bytes + (1 - _NEAR / 2) * (memory_budget - chain.fixed_bytes)
+    aim = chain.fixed_bytes + _EXPECTED * (memory_budget - chain.fixed_bytes)
     shares = (step / _STEPS for step in range(_STEPS - 1, int(_LEAST * _STEPS) - 1, -1))
     return next((share for share in shares if expected_bytes(share) <= aim), None)
 
