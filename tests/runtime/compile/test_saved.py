@@ -80,6 +80,17 @@ class Shuffling(Net):
         return x
 
 
+class Attending(Net):
+    """Its backward reads one tensor in several views."""
+
+    def features(self, x):
+        self.calls += 1
+        for block in self.blocks:
+            rows = block(x).sin().view(8, -1, WIDTH)
+            x = torch.softmax(rows @ rows.mT, -1) @ rows
+        return x
+
+
 class ReadsOnHost(Net):
     def forward(self, x):
         return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)
@@ -94,15 +105,16 @@ def found_for(model: nn.Module, share: float = 0.5, compilation: Compilation = C
     return compilation.saved_as_one(model, split, Sample.of(sample()), share)
 
 
-def test_it_is_what_the_compiled_model_saves() -> None:
-    model = Net()
+@pytest.mark.parametrize("net", [Net, Attending])
+def test_it_is_what_the_compiled_model_saves(net) -> None:
+    model = net()
     compiled = torch.compile(model, dynamic=False)
     given = sample()
     own = {tensor.untyped_storage()._cdata for tensor in (given, *model.parameters(), *model.buffers())}
     loss = compiled(given)  # saves as long as it lives
     storages = [tensor.untyped_storage() for tensor in loss.grad_fn.saved_tensors]
     kept = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in own}
-    found = found_for(Net())
+    found = found_for(net())
     assert found is not None
     assert found.all_bytes == pytest.approx(sum(kept.values()), rel=0.01)  # less what is rounded up to whole words
     assert 0 < found.marked_bytes < found.all_bytes
@@ -168,6 +180,16 @@ def test_it_cannot_be_told_under_settings_of_the_users() -> None:
         assert found_for(Net()) is None
 
 
+def test_it_is_told_with_the_options_of_the_compiler() -> None:
+    from torch._inductor import config
+
+    seen = []
+    given = {"joint_custom_pre_pass": lambda graph: seen.append(config.shape_padding), "shape_padding": False}
+    assert found_for(Net(), compilation=Compilation({"dynamic": False, "options": given}, (0.5,), regions=True))
+    assert seen == [False]
+    assert config.shape_padding
+
+
 def test_it_is_found_where_gradients_are_off() -> None:
     with torch.no_grad():
         found = found_for(Net())
@@ -216,8 +238,14 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:
         monkeypatch.setattr(module, "is_timed", lambda device: True)
     monkeypatch.setattr(compiling.CompiledPlanning, "_joint", lambda *_: [])  # times on a CPU vary
     monkeypatch.setattr(compiling, "_faster", lambda best, _: best)
-    tried, with_room = [], trials.Trials.with_room_for_all
-    monkeypatch.setattr(trials.Trials, "with_room_for_all", lambda self: tried.append(with_room(self)) or tried[-1])
+    tried, calls, with_room = [], [], trials.Trials.with_room_for_all
+
+    def trying(asked):
+        calls.append(model.calls.item())
+        tried.append(with_room(asked))
+        return tried[-1]
+
+    monkeypatch.setattr(trials.Trials, "with_room_for_all", trying)
     model, plain = Net().eval(), Net().eval()  # dropout would draw other numbers than without compilation
     options = {"bandwidth": 0, "strategy": "rotor"}
     budget = budget_below_all(model, **options)
@@ -225,6 +253,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch) -> None:
         model(sample()).backward()
         assert {each.split.num_stages for each in tried} == {1}  # as parts; the whole model has four
         assert len(tried) <= 2
+        assert not any(calls)  # what tracing made up has left nothing behind
         assert any("one compiled region that keeps" in note for note in plan.notes)
         assert plan.stats().predicted_peak_bytes <= budget
     plain(sample()).backward()
