@@ -9,6 +9,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,12 +144,22 @@ class Attention(nn.Module):
 
 
 class Alignment(nn.Module):
-    """What `ctc_loss` saves of each target is as long as that of the longest one; the rest is never written."""
+    """What `ctc_loss` saves of each target is as long as that of the longest one; the rest is never written.
+
+    With lengths in tensors it saves these, too, if a mode sees operations.
+    """
+
+    def __init__(self, lengths: Callable[[Any], Any] = tuple) -> None:
+        super().__init__()
+        self.lengths = lengths
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         leave_trash(num_bytes=4 * 4 * 8 * 7)
         likely = x.log_softmax(-1).expand(8, 4, 8)
-        return x + nn.functional.ctc_loss(likely, torch.ones(4, 3).long(), (8, 8, 8, 8), (3, 1, 1, 1))
+        return x + nn.functional.ctc_loss(likely, torch.ones(4, 3).long(), *map(self.lengths, LENGTHS))
+
+
+LENGTHS = (8, 8, 8, 8), (3, 1, 1, 1)
 
 
 class _Workspace(torch.autograd.Function):
@@ -182,7 +193,11 @@ def leave_trash(num_bytes: int) -> None:
     del blocks
 
 
-MODULES = [LateNoise, Statistics, Odd, Recurrent, Attention, Alignment, Workspace, lambda: nn.Dropout(0.5)]
+MODULES = [
+    *(LateNoise, Statistics, Odd, Recurrent, Attention, Alignment, Workspace),
+    partial(Alignment, torch.tensor),
+    partial(nn.Dropout, 0.5),
+]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -651,7 +651,17 @@ def test_copies_share_nothing():
         assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.fixture
+def _one_thread():
+    """A fork has none of the others, and would wait for them; and with more, sums are made in another order."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_killed_in_the_middle_of_a_step_the_last_checkpoint_loads(in_backward, monkeypatch, tmp_path):
     """Also in a step whose backward has updated half of the weights; and no file of the lower tier is left."""
@@ -668,7 +678,6 @@ def test_killed_in_the_middle_of_a_step_the_last_checkpoint_loads(in_backward, m
             optimizer.zero_grad()
 
     def child() -> None:
-        torch.set_num_threads(1)  # a fork has none of the others, and would wait for them
         model, optimizer = model_and_optimizer()
         lowtide.attach(model, schedule, optimizer=optimizer)
         simply(model, optimizer)

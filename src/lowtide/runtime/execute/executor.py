@@ -37,6 +37,7 @@ from lowtide.runtime.replay.tape import Origin, Tape, versions_of
 from lowtide.runtime.state.environment import Environment, History, Mark
 from lowtide.runtime.state.rng import State
 from lowtide.runtime.state.surroundings import filling_memory
+from lowtide.runtime.state.writes import Watched
 from lowtide.schedule import Await, Backward, Forward, Offload, Operation, Prefetch, Release, Update, Value
 
 
@@ -67,6 +68,7 @@ class StageRun:
     __slots__ = (
         "environment",
         "fingerprints",
+        "is_watched",
         "mark",
         "parameters",
         "placeholders",
@@ -91,6 +93,7 @@ class StageRun:
         self.versions: list[int] = []
         self.trained: list[bool] = []
         self.requires_grad = False
+        self.is_watched = False
         self.saves_last_before_a_product = False
         self.fingerprints: Fingerprints | None = None
         self.spot_check: SpotCheck | None = None
@@ -580,6 +583,7 @@ class RunningStep:
         if earlier.contents:
             pack = _copying(pack, {tensor.untyped_storage()._cdata for tensor, _ in earlier.contents})
         with (
+            Watched() if run.is_watched else nullcontext(),
             _MarkedAsRecomputing(),
             environment.rewound(mark, earlier),
             _trained_as_then(run),

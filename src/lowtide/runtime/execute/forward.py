@@ -178,7 +178,7 @@ class ExecutedForward(StagedForward):
         environment = self.machine.environment_of(k)
         assert environment is not None
         if self.tape is not None:
-            run.mark, run.environment = mark, environment
+            run.mark, run.environment, run.is_watched = mark, environment, self._writes is not None
         ran = None
         if self.tape is not None and self.machine.regions is None:
             ran = {entry.name for entry in self.tape.calls if entry.module is not None}

@@ -23,14 +23,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return found
 
 
-class Writes(TorchDispatchMode):
-    """Notes the storages that operations write to, and those that they only bring up to date.
+class Watched(TorchDispatchMode):
+    """Changes nothing but this: while any mode sees operations, torch computes some in another way.
 
-    Some write without counting a version: the statistics of batch normalisation, whose operation does not even declare
-    it, and what observers of quantisation-aware training have seen.
-
-    Args:
-        ahead: called with what an operation is about to write to.
+    Such is `ctc_loss` with lengths in tensors. What was recorded under `Writes` is recomputed under this one.
     """
 
     supports_higher_order_operators = True
@@ -39,6 +35,20 @@ class Writes(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled code between units goes on running compiled; else an observed run would compute other bits."""
         return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Writes(Watched):
+    """Notes the storages that operations write to, and those that they only bring up to date.
+
+    Some write without counting a version: the statistics of batch normalisation, whose operation does not even declare
+    it, and what observers of quantisation-aware training have seen.
+
+    Args:
+        ahead: called with what an operation is about to write to.
+    """
 
     def __init__(self, ahead: Callable[[list[torch.Tensor]], None]) -> None:
         super().__init__()
