@@ -640,8 +640,8 @@ def test_the_leanest_schedule_does_not_depend_on_measured_times():
     split, chain = capture_and_measure(model, batch(blocks, 1500), loss=square)
     settings = Settings(1, "joint", LINK, None, optimizer, square, None, False, True, None, Checks.SPOT, None)
     moving, generator, found = moving_chain(model, split, chain, settings), random.Random(0), []
-    for _ in range(6):
-        factors = [generator.uniform(0.7, 1.4) for _ in moving.chain.stages]
+    for scale in (1e-3, 0.1, 1.0, 30.0):
+        factors = [scale * generator.uniform(0.7, 1.4) for _ in moving.chain.stages]
         stages = (
             replace(
                 stage,
@@ -652,10 +652,14 @@ def test_the_leanest_schedule_does_not_depend_on_measured_times():
             )
             for stage, factor in zip(moving.chain.stages, factors, strict=True)
         )
-        other = moving.with_chain(replace(moving.chain, stages=tuple(stages)))
+        link = round(generator.uniform(2e8, 2e9))
+        other = replace(moving, chain=replace(moving.chain, stages=tuple(stages)), bandwidth=link)
         with pytest.raises(InfeasibleBudgetError) as caught:
             joint_solution(other, settings)
-        found.append(joint_solution(other, replace(settings, memory_budget=caught.value.minimum_bytes)))
+        least = joint_solution(other, settings, is_leanest=True)
+        assert least.peak_bytes == caught.value.minimum_bytes
+        assert least.on(other.chain).seconds == least.seconds
+        found.append(least)
     assert len({solution.schedule.operations for solution in found}) == 1
 
 

@@ -171,14 +171,18 @@ def test_no_schedule_is_better_by_more_than_its_repeats_count(sizes: list[tuple[
     assert chosen.seconds <= optimal.seconds + fewer * EXTRA + 1e-12
 
 
-def test_the_leanest_schedule_is_the_same_on_a_slower_machine() -> None:
+@pytest.mark.parametrize("bandwidth", [0, 10], ids=["recomputed", "offloaded"])
+def test_the_leanest_schedule_is_the_same_on_a_slower_machine(bandwidth: int) -> None:
     for chain in random_chains(40, 7):
         if not lowtide.solve(chain, memory_budget=2**40, strategy="store-all").peak_bytes:
             continue
-        with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
-            solution_for(chain, asked(0, "auto"))
-        minimum = caught.value.minimum_bytes
-        slower = (chain.with_times(times.__mul__, times.__mul__) for times in (1e-5, 4e-5, 1e-3))
-        found = [leanest_solution(each, asked(minimum, "auto")) for each in slower]
+        wanted = dataclasses.replace(asked(0, "auto"), bandwidth=bandwidth)
+        found = []
+        for times in (1e-5, 4e-5, 1e-3, 1.0):
+            slower = chain.with_times(times.__mul__, times.__mul__)
+            with pytest.raises(lowtide.InfeasibleBudgetError) as caught:
+                solution_for(slower, wanted)
+            found.append(leanest_solution(slower, wanted))
+            assert found[-1].peak_bytes <= caught.value.minimum_bytes
+            assert found[-1].seconds == found[-1].on(slower).seconds
         assert len({solution.schedule.operations for solution in found}) == 1
-        assert found[0].peak_bytes <= minimum

@@ -216,11 +216,11 @@ def _decided(asked: Asked) -> _Steps[Accept | Refuse]:
     if isinstance(answer, Accept) or not asked.goes_on:
         return answer
     probe = Attempt(1, moves=asked.moves, is_leanest=True, is_tried=False)
-    _, outcome = yield probe
+    index, outcome = yield probe
     if isinstance(outcome, Infeasible):
         index, outcome = yield replace(probe, memory_budget=outcome.minimum_bytes)
-        if isinstance(outcome, Trial):
-            return Accept(index, 0, None, refusal=answer.message or "trial steps ran out of device memory")
+    if isinstance(outcome, Trial):
+        return Accept(index, 0, None, refusal=answer.message or "trial steps ran out of device memory")
     return answer
 
 

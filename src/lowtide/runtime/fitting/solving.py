@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.chain import Chain
@@ -91,23 +90,25 @@ def solution_for(chain: Chain, settings: Settings) -> Solution:
 
 
 def leanest_solution(chain: Chain, settings: Settings) -> Solution:
-    """A schedule within the least budget of a chain, the same one whatever stages were measured to take.
+    """A schedule within the least budget of a chain, the same one whatever stages and the link were measured to take.
 
     Several may be the leanest by prediction, and differ when they are tried. If it hung on how long stages took this
     time which of them is taken, the next `fit` could refuse the budget that this one has named.
     """
-    try:
-        return solution_for(with_even_times(chain, settings.bandwidth), settings).on(chain)
-    except InfeasibleBudgetError:  # what needs which memory may depend on times, where values move
-        return solution_for(chain, settings)
+    even, bandwidth = with_even_times(chain)
+    bandwidth = bandwidth if settings.bandwidth else 0
+    found = leanest_of(lambda **asked: solution_for(even, replace(settings, bandwidth=bandwidth, **asked)))
+    return replace(found, bandwidth=settings.bandwidth).on(chain)
 
 
 def leanest_of(solved: Callable[..., Solution]) -> Solution:
-    """What a solver, called with a `memory_budget`, finds within the least that it names."""
-    try:
-        return solved(memory_budget=1)
-    except InfeasibleBudgetError as error:
-        return solved(memory_budget=error.minimum_bytes)
+    """What a solver, called with a `memory_budget`, finds within the least that works."""
+    least = 1
+    while True:
+        try:
+            return solved(memory_budget=least)
+        except InfeasibleBudgetError as error:  # of a schedule that the host has no room for, where one is found there
+            least = error.minimum_bytes
 
 
 def cuts_the_peak(finest: Split, split: Split, leanest: Solution) -> bool:
@@ -118,13 +119,13 @@ def cuts_the_peak(finest: Split, split: Split, leanest: Solution) -> bool:
     return split.stages[operation.stage - 1].units not in {stage.units for stage in finest.stages}
 
 
-def with_even_times(chain: Chain, bandwidth: int) -> Chain:
-    """Every computation takes a second; where values move, about the mean, so that copies are about as slow as they
-    are: a power of two, which is the same one for most measurements.
-    """
-    mean = chain.compute_seconds / (2 * chain.num_stages) if bandwidth else 0.0
-    even = 2.0 ** round(math.log2(mean)) if mean else 1.0
-    return chain.with_times(lambda _: even, lambda _: even)
+def with_even_times(chain: Chain) -> tuple[Chain, int]:
+    """A chain whose computations each take a second, and a link that copies in one what a stage holds on average."""
+    num_bytes = sum(
+        stage.saved_bytes + stage.weight_bytes + stage.weight_grad_bytes + stage.optimizer_bytes
+        for stage in chain.stages
+    )
+    return chain.with_times(lambda _: 1.0, lambda _: 1.0), max(1, num_bytes // chain.num_stages)
 
 
 def solved_for_executor(chain: Chain, *, memory_budget: int, bandwidth: int = 0, **settings: Any) -> Solution:

@@ -327,8 +327,8 @@ class Trials:
         self._solutions: list[Solution | None] = []
         self._graphed: dict[int, Graphed] = {}
         """By the attempt's place, what became of replaying its steps as CUDA graphs."""
-        self._joint: dict[tuple[int, int], Solution] = {}
-        """By the budget and its correction, what was solved for where weights move."""
+        self._joint: dict[tuple[int, int, bool], Solution] = {}
+        """By the budget, its correction and whether it is the leanest, what was solved for where weights move."""
         self._seconds: dict[int, float] = {}
         """By the attempt's place, how long a trial step took."""
         self.asked = Asked(
@@ -382,9 +382,10 @@ class Trials:
             return solution
         chain = corrected(self._chain, attempt.more_bytes)
         if self._moving is not None:
-            key = (settings.memory_budget, attempt.more_bytes)
+            key = (settings.memory_budget, attempt.more_bytes, attempt.is_leanest)
             if key not in self._joint:
-                self._joint[key] = joint_solution(self._moving.with_chain(chain), settings)
+                moving = self._moving.with_chain(chain)
+                self._joint[key] = joint_solution(moving, settings, is_leanest=attempt.is_leanest)
             return self._joint[key]
         solve = leanest_solution if attempt.is_leanest else solution_for
         return solve(chain, settings)
