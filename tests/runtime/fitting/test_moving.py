@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.report.chains import data_of
+from tests.runtime.models import residuals
 from tests.runtime.training import Numbers, assert_equal, seed_all
 from torch import nn
 
@@ -438,6 +439,19 @@ def test_what_steps_take_is_counted_once_weights_are_on_the_host(monkeypatch):
     plan, _ = fitted(blocks, resident_bytes(blocks) // 2)
     plan.detach()
     assert events[-2:] == ["weights have left", "counted from here"]
+
+
+def test_where_memory_is_short_a_model_whose_weights_move_is_cut_more_finely(monkeypatch):
+    many_layers = partial(residuals, WIDTH)
+    fine = least_budget(many_layers, 64, strategy="auto")
+    with monkeypatch.context() as usual:
+        usual.setattr(ways, "_frees_more", lambda *_: False)
+        coarse = least_budget(many_layers, 64, strategy="auto")
+    assert fine < 0.6 * coarse
+    plan, optimizer = fitted(many_layers, (fine + coarse) // 2, 64, strategy="auto")
+    with plan:
+        found = train(plan.model, optimizer, batch(many_layers, 64))
+    assert_equal(found, train(*made(many_layers), batch(many_layers, 64)))
 
 
 def test_weights_stay_where_something_else_stays_within_the_budget():

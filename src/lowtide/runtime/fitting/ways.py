@@ -59,7 +59,7 @@ def plan_for(
     stages take is counted from above where they may, so that allowing it could cost memory. Where that does not help
     either, the model is cut more finely, if that cuts the stage in which the leanest schedule takes the most. After
     that, or where a trial shows that it is faster, weights, gradients and optimizer state move to the host, if they
-    may.
+    may; the model is cut more finely for that, too, where it must be.
 
     Args:
         model: the model.
@@ -129,15 +129,18 @@ def _ways(settings: Settings, *, may_move: bool) -> list[Settings]:
     ways = [settings]
     if settings.bandwidth and settings.strategy == AUTO:
         ways.append(replace(settings, bandwidth=0))
-    if settings.stages is None and settings.strategy != STRATEGY:
-        ways += [replace(way, finest=True) for way in ways]
-    if may_move:
-        ways.append(replace(settings, strategy=STRATEGY))
-    return ways
+    moved = [replace(settings, strategy=STRATEGY)] if may_move else []
+    if settings.stages is None:
+        ways, moved = ([*some, *(replace(way, finest=True) for way in some)] for some in (ways, moved))
+    return ways + moved
 
 
 def _frees_more(finest: Split, settings: Settings, split: Split, chain: Chain) -> bool:
-    """Whether the finest split may need less than this one."""
+    """Whether the finest split may need less than this one: mostly so where weights move, and the leanest such schedule
+    is not worth solving for twice.
+    """
+    if settings.strategy == STRATEGY:
+        return len(finest.stages) > len(split.stages)
     leanest = leanest_of(lambda memory_budget: solution_for(chain, replace(settings, memory_budget=memory_budget)))
     return cuts_the_peak(finest, split, leanest)
 
