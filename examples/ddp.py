@@ -38,8 +38,9 @@ def main() -> None:
     model = network(width, depth).to(device)
     x = torch.randn(batch, width, device=device)
 
-    plan = lowtide.fit(model, x, memory_budget=budget, optimizer="adamw")
-    wrapped = DistributedDataParallel(model)
+    # DDP keeps its buckets from step to step. Gradients are views of them, so they are there when a forward begins.
+    plan = lowtide.fit(model, x, memory_budget=budget, optimizer="adamw", grads_resident=True)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())  # other data on each

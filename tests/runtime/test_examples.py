@@ -93,6 +93,12 @@ def test_frameworks(name, libraries):
     assert re.search(NOT_ALL_KEPT, text)
 
 
+def peak_of(text: str, line: str) -> float:
+    """The KiB that a line of a printed plan ends in, but for what is in brackets."""
+    (found,) = re.findall(rf"^  {line} .*?([\d.]+) KiB", text, re.MULTILINE)
+    return float(found)
+
+
 def in_a_group(rank: int, folder: str) -> None:
     """The example in one of two processes, as `torchrun` starts them."""
     init = functools.partial(
@@ -108,4 +114,5 @@ def test_data_parallel_training(tmp_path):
     assert "rank 0, step 2: loss" in first
     assert "rank 1, step 2: loss" in second
     assert "lowtide plan" not in second
+    assert peak_of(first, "measured") <= peak_of(first, "budget")
     assert re.search(NOT_ALL_KEPT, first)
