@@ -44,7 +44,7 @@ class BudgetComparison:
 
     @property
     def best(self) -> Outcome | None:
-        """The fastest that can be executed, the one with the lower peak among equals: what `auto` takes.
+        """The fastest that leaves weights on the device, the one with the lower peak among equals: what `auto` takes.
 
         None where nothing fits.
         """

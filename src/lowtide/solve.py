@@ -133,13 +133,14 @@ def solve(
     Args:
         chain: the network, a `Chain` or its plain data.
         memory_budget: bytes on the device, everything included: an int or a string such as `"8GiB"`.
-        strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and that
-            can be executed, and passes over those that must be slower than what it found.
+        strategy: a name from `lowtide strategies`; `"auto"` takes the fastest feasible of all that apply and
+            leave weights on the device, and passes over those that must be slower than what it found.
         bandwidth: bytes per second each way between device and host; None: nothing can be moved.
         slots: into how many slots strategies divide memory, if they do; None: each one's default.
         segments: the number of segments, for strategy `"segments"`.
         duplex: both directions at once.
-        manage_weights: whether `"auto"` may also move weights; such schedules can be simulated, but not executed.
+        manage_weights: whether `"auto"` may also take the `weights-` strategies, whose schedules can be simulated, but
+            not executed.
         step_in_backward: for strategy `"joint"`, update each stage right after its backward instead of all stages
             after the last backward.
         moves_activations: for strategy `"joint"`; False: it moves weights, weight gradients and optimizer state alone,

@@ -70,10 +70,12 @@ def test_people_see_a_chart(solved):
     assert max(map(len, lines)) <= 80
 
 
-def test_people_are_told_that_moved_weights_cannot_be_trained_with_yet(files, capsys):
+def test_people_are_told_which_schedules_that_move_weights_can_be_trained_with(files, capsys):
     given = ["solve", files["chain"], "--memory", "20kB", "--bandwidth", "20kB/s", "--strategy"]
     assert main([*given, "weights-greedy"]) == 0
     assert "for the simulator only" in capsys.readouterr().out
+    assert main([*given, "joint"]) == 0
+    assert "to train so: lowtide.fit with strategy='joint'" in capsys.readouterr().out
     assert main([*given, "pofo"]) == 0
     assert "for the simulator only" not in capsys.readouterr().out
 

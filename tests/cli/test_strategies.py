@@ -8,6 +8,8 @@ def test_every_strategy_is_listed(capsys):
     assert main(["strategies", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["strategies"]
     assert [entry["name"] for entry in listed] == [*REGISTRY, "auto"]
+    simulated = [entry["name"] for entry in listed if not entry["executable"]]
+    assert simulated == ["weights-greedy", "weights-greedy-nodiscount", "weights-l2l"]
 
 
 def test_the_table_fits_a_terminal(capsys):

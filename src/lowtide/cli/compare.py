@@ -67,8 +67,8 @@ def command(
 ) -> None:
     """Show for each budget what each strategy costs, relative to store-all.
 
-    The fastest within each budget that can be executed is marked; where a strategy does not fit, the least memory that
-    it needs is shown.
+    The fastest within each budget that leaves weights on the device is marked; where a strategy does not fit, the least
+    memory that it needs is shown.
     """
     budgets = [bytes_option("--memory", text) for text in memory or ()]
     rate = bandwidth_option(bandwidth)
@@ -147,7 +147,7 @@ def _print(comparison: Comparison) -> None:
     print()
     print("time by budget, relative to store-all; * the fastest; - does not fit")
     if any(name.endswith(" (1)") for name in names):
-        print("(1) moves weights: can be simulated, and not executed")
+        print("(1) moves weights, and is never marked; of these only joint can be executed")
 
 
 def _column(budget: BudgetComparison, store_all_seconds: float) -> Column:

@@ -52,7 +52,7 @@ SurveyStrategies = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="Draw only these; give it several times. Default: all that apply and can be executed.",
+        help="Draw only these; give it several times. Default: all that apply and leave weights on the device.",
         show_default=False,
         autocompletion=strategy_names,
     ),

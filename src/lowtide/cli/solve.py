@@ -24,7 +24,7 @@ from lowtide.files import check_can_write
 from lowtide.progress import DelayedProgress
 from lowtide.report import chart_text
 from lowtide.solve import Candidate, Solution, solve
-from lowtide.strategies.base import AUTO
+from lowtide.strategies.base import AUTO, find
 from lowtide.units import format_bytes, format_seconds
 
 Memory = Annotated[
@@ -41,7 +41,7 @@ StrategyName = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="A name from 'lowtide strategies'; auto takes the fastest that can be executed.",
+        help="A name from 'lowtide strategies'; auto takes the fastest that leaves weights on the device.",
         autocompletion=strategy_names,
     ),
 ]
@@ -81,9 +81,9 @@ def command(
 ) -> None:
     """Compute a schedule that stays within a memory budget.
 
-    Prints its time, its peak and its idle time as the simulator sees them. Strategies whose schedules cannot be
-    executed yet, those that move weights, are tried only where --strategy names them. Exit status 3: the budget cannot
-    be met; the least that can is printed.
+    Prints its time, its peak and its idle time as the simulator sees them. Strategies that move weights are tried only
+    where --strategy names them; of these, joint can be executed, and the others only be simulated. Exit status 3: the
+    budget cannot be met; the least that can is printed.
     """
     budget, rate = bytes_option("--memory", memory), bandwidth_option(bandwidth)
     chain = Chain.load(chain_file)
@@ -184,8 +184,7 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
             )
         )
     if solution.schedule.manages:
-        what = "moves weights" if solution.trace.moved_bytes else "updates each stage's weights inside its backward"
-        pairs.append(("note", f"{what}: for the simulator only; to train, leave --strategy out"))
+        pairs.append(("note", _how_to_train(solution)))
     pairs.append(("solved in", format_seconds(solution.solve_seconds)))
     if output is not None:
         pairs.append(("written to", output))
@@ -200,6 +199,14 @@ def _print_solution(chain: Chain, solution: Solution, output: str | None) -> Non
         )
         print()
         print("* taken, the fastest; least memory: what a strategy needs that does not fit")
+
+
+def _how_to_train(solution: Solution) -> str:
+    """What a schedule that manages weights is for."""
+    if find(solution.strategy).lists_updates:
+        return f"to train so: lowtide.fit with strategy={solution.strategy!r} and optimizer="
+    what = "moves weights" if solution.trace.moved_bytes else "updates each stage's weights inside its backward"
+    return f"{what}: for the simulator only; to train, leave --strategy out"
 
 
 def _row(candidate: Candidate, best: str) -> tuple[str, str, str, str]:

@@ -101,7 +101,7 @@ def write_report(
         notes: what its maker says of the solution, a sentence each.
         is_attached: whether a model trains under the solution. Trial steps have decided for it then, and the page does
             not recommend what is faster by simulation alone.
-        strategies: whose curves to draw; none: those of all that apply and can be executed.
+        strategies: whose curves to draw; none: those of all that apply and leave weights on the device.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         num_budgets: for how many budgets schedules are computed ahead.
         patience_seconds: how long all strategies together may solve; None: without end.

@@ -123,7 +123,7 @@ def survey(
         memory_budgets: budgets in bytes to be among them.
         bandwidth: bytes per second each way between device and host; 0: nothing can be moved.
         duplex: both directions at once.
-        strategies: names from `lowtide strategies`; none: all that apply and can be executed.
+        strategies: names from `lowtide strategies`; none: all that apply and leave weights on the device.
         slots: how finely strategies that discretise memory do it; None: each one's default.
         num_budgets: how many budgets, those of `memory_budgets` aside.
         patience_seconds: how long all strategies together may solve; each one's budgets are tried from coarse to fine

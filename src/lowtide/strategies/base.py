@@ -151,7 +151,9 @@ class Entry:
 
     @property
     def executable(self) -> bool:
-        """Whether the runtime can execute its schedules; the others can be simulated only."""
+        """Whether `auto` may take it. Of the others, those with `lists_updates` are executed where they are asked for;
+        the rest can be simulated only.
+        """
         return not self.manages_weights
 
     def make(self, **settings: Any) -> Strategy:
@@ -290,7 +292,7 @@ REGISTRY: dict[str, Entry] = {
 }
 
 AUTO = "auto"
-AUTO_SUMMARY = "the fastest of all that apply and can be executed, by simulation"
+AUTO_SUMMARY = "the fastest of all that apply and leave weights on the device, by simulation"
 
 
 def find(name: str) -> Entry:
