@@ -55,8 +55,9 @@ def command(
 ) -> None:
     """Search the largest batch that trains within a memory budget, and predict its time.
 
-    The network runs on this machine; each size is measured, solved and tried as lowtide.fit would. Exit status 3: not
-    even a batch of one fits.
+    The network runs on this machine; each size is measured, solved and tried as lowtide.fit would. Weights stay on the
+    device; with them on the host, lowtide.largest_batch(..., optimizer=optimizer) may find a larger batch. Exit
+    status 3: not even a batch of one fits.
     """
     budget, rate = budget_option("--memory", memory), bandwidth_option(bandwidth)
     with output_of_others_aside(), DelayedProgress() as progress:

@@ -52,7 +52,8 @@ def command(
     """Estimate whether a network would train on a card that is not here, and what that would take.
 
     The function is called under torch.device("meta"), so that nothing is allocated: bytes are those of a real step,
-    times are what the card's peak rates allow and marked as estimates. Exit status 3: it does not fit.
+    times are what the card's peak rates allow and marked as estimates. Weights, gradients and optimizer state count as
+    staying on the card; lowtide.fit, which can move them to the host, may do with less. Exit status 3: it does not fit.
     """
     budget = None if memory is None else budget_option("--memory", memory)
     rate = bandwidth_option(bandwidth)

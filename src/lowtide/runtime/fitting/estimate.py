@@ -29,8 +29,8 @@ RESERVE = 0.1
 class Estimate:
     """What training would take on a card.
 
-    Bytes are those of the tensors that a step would allocate. Times are what the card's peak rates allow: a real step
-    is slower.
+    Bytes are those of the tensors that a step would allocate, with all weights and optimizer state on the card. Times
+    are what the card's peak rates allow: a real step is slower.
 
     Attributes:
         card: the card.
@@ -108,6 +108,9 @@ def estimate(
     """Estimate whether a model would train on another card, and what that would take.
 
     Nothing is allocated: make the model under `torch.device("meta")` where it is too large for this machine.
+
+    Weights, gradients and optimizer state count as staying on the card. `fit` can also move them to the host, and may
+    do with less memory than this says.
 
     Args:
         model: the model, on any device; the meta device is enough.
