@@ -119,7 +119,7 @@ def fit(
         cuda_graphs: on CUDA, capture steps as graphs and replay them, which takes the host out of the way where kernels
             are short; the loss and the optimizer stay yours. `"auto"`: where a trial shows that it is faster. Where a
             step cannot be captured (it reads values on the host, say), a note of the plan says why.
-        replan: plan again for calls with larger shapes; False: other shapes are refused.
+        replan: plan again for calls with larger shapes; False: all other shapes are refused, smaller ones too.
         slots: into how many slots strategies divide memory, if they do.
         strict: compare everything that a recomputation saves with the first run, byte by byte; slow.
         spot_checks: in each step compare samples of what one recomputed stage saves, in turn, with its first run.
