@@ -420,12 +420,19 @@ def test_the_loss_is_part_of_the_last_stage() -> None:
         measure(model, x, loss=lambda output: 1.0)
 
 
-def test_autocast_is_measured_as_it_runs() -> None:
+@pytest.mark.parametrize("is_cast", [False, True], ids=["fresh", "cast before"])
+def test_autocast_is_measured_as_it_runs(is_cast: bool) -> None:
     model, x = deep(), torch.randn(32, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        chain = measure(model, x)
+        if is_cast:
+            model(x)  # autocast keeps the casts of all weights
+        chain = measure(model, x, optimizer="adam")
         assert torch.is_autocast_cache_enabled()
+    plain = measure(model, x, optimizer="adam")
     assert chain.stages[3].output_bytes == 32 * 64 * 2
+    assert chain.base_bytes == plain.base_bytes
+    assert [stage.weight_bytes for stage in chain.stages] == [stage.weight_bytes for stage in plain.stages]
+    assert [stage.optimizer_bytes for stage in chain.stages] == [stage.optimizer_bytes for stage in plain.stages]
 
 
 def test_compiled_blocks_are_measured_as_they_run() -> None:

@@ -138,7 +138,9 @@ def watch(model: nn.Module, sample: Sample, loss: Callable[[Any], Any] | None = 
     The caller sees to it that nothing that this changes stays changed (`lowtide.runtime.state.preserve`).
     """
     watcher = _Watcher(model, sample)
+    torch.clear_autocast_cache()  # else who casts which weight was seen by an earlier forward
     with ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)  # casts of all weights are not what a stage takes
         if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_patched(model, watcher))
