@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -40,6 +41,27 @@ def test_bytes_are_those_of_a_real_run(network: Any, figures: tuple[str, ...]) -
     for figure in figures:
         assert _of(found.chain, figure) == _of(measured, figure), figure
     assert all(not parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["new", "stepped"])
+def test_an_optimizer_counts_as_its_kind(options: dict[str, bool], has_stepped: bool) -> None:
+    model, sample = convolutions()
+    groups = [{"params": list(each.parameters()), "lr": 0.1 / (k + 1)} for k, each in enumerate(model)]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], **options)
+    if has_stepped:
+        model(*sample).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = copy.deepcopy(optimizer.state_dict())
+    kind = "amsgrad" if "amsgrad" in options else "adamw"
+    found, expected = (lowtide.estimate(model, sample, device="t4", optimizer=each) for each in (optimizer, kind))
+    assert _of(found.chain, "optimizer_bytes") == _of(expected.chain, "optimizer_bytes")
+    assert found.minimum_bytes == expected.minimum_bytes
+    assert str(optimizer.state_dict()) == str(before)
+    assert optimizer.param_groups[0]["params"][0] is model[0][0].weight
+    with pytest.raises(lowtide.CaptureError, match="none of this model's parameters"):
+        lowtide.estimate(convolutions()[0], sample, device="t4", optimizer=optimizer)
 
 
 def _of(chain: lowtide.Chain, figure: str) -> list[int]:

@@ -17,7 +17,7 @@ from lowtide.runtime.fitting.solving import cuts_the_peak, leanest_of
 from lowtide.runtime.measure.cards import Card, find_card
 from lowtide.runtime.measure.counting import counting, without_data
 from lowtide.runtime.measure.measure import capture_and_measure
-from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.measure.weights import Optimizer, unwrapped, with_parameters
 from lowtide.solve import Solution, solve
 from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_budget
 
@@ -141,13 +141,14 @@ def estimate(
     budget = int(card.memory_bytes * (1 - RESERVE)) if memory_budget is None else parse_budget(memory_budget)
     link = card.link_bytes_per_second if bandwidth is None else parse_bandwidth(bandwidth)
     empty, shapes = without_data(model), tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), sample)
+    without = dict(zip(map(id, model.parameters()), empty.parameters(), strict=True))
     measured = partial(
         capture_and_measure,
         empty,
         shapes,
         stages=stages,
         loss=loss,
-        optimizer=optimizer,
+        optimizer=with_parameters(unwrapped(optimizer), without),
         name=type(model).__name__,
         grads_resident=grads_resident,
         keeps_result=keeps_result,

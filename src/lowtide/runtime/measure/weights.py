@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +101,27 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     given: Optimizer = optimizer
     return given
+
+
+def with_parameters(optimizer: Optimizer, instead: Mapping[int, nn.Parameter]) -> Optimizer:
+    """An optimizer of the same kind and settings, without state, that has other parameters instead of its own, by id.
+
+    The given one is left as it is. The other one makes no steps: where fused kernels cannot run, it counts as well.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    other: torch.optim.Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.state = defaultdict(dict)
+    other.param_groups = [
+        {
+            **group,
+            "params": [instead.get(id(parameter), parameter) for parameter in group["params"]],
+            **({"fused": None} if "fused" in group else {}),
+        }
+        for group in optimizer.param_groups
+    ]
+    return other
 
 
 def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
