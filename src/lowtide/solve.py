@@ -162,8 +162,8 @@ def solve(
     budget = parse_bytes(memory_budget)
     rate = 0 if bandwidth is None else parse_bandwidth(bandwidth)
     settings: dict[str, int | bool | None] = {
-        "slots": _checked_count("slots", slots),
-        "segments": _checked_count("segments", segments),
+        "slots": checked_count("slots", slots),
+        "segments": checked_count("segments", segments),
         "step_in_backward": step_in_backward,
         "moves_activations": moves_activations,
     }
@@ -334,7 +334,8 @@ def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> InfeasibleBu
     return infeasible(problem.memory_budget, least[0], needed, otherwise)
 
 
-def _checked_count(name: str, value: int | None) -> int | None:
+def checked_count(name: str, value: int | None) -> int | None:
+    """A count that was given, or None; anything else is refused."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:

@@ -214,7 +214,6 @@ def test_optimizers_are_found_inside_what_frameworks_put_around_them() -> None:
     optimizer = torch.optim.AdamW(network().parameters())
     accelerated = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
     of_lightning = lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for each in (optimizer, accelerated, of_lightning, scheduler):
+    for each in (optimizer, accelerated, of_lightning):
         assert unwrapped(each) is optimizer
     assert unwrapped("adam") == "adam"

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 import lowtide
 from lowtide.runtime.capture import watch as capture_watch
@@ -72,6 +73,9 @@ def test_a_loss_of_two_arguments(call):
         ({"stages": 5}, r"stages is 5, expected .*\[\"encoder\.layer\.\*\"\]"),
         ({"stages": ["0", 5]}, r"stages is \['0', 5\], expected"),
         ({"stages": "0.*"}, r"stages is '0\.\*', expected .*; write \[\"0\.\*\"\]"),
+        ({"optimizer": 5}, "optimizer is 5, expected a torch optimizer"),
+        ({"optimizer": "magic"}, "unknown optimizer 'magic'; pass .*sgd-momentum"),
+        ({"optimizer": StepLR(torch.optim.SGD([torch.ones(1)]), 1)}, "StepLR.*; pass the optimizer that"),
     ],
 )
 def test_arguments_that_cannot_be_right_are_refused_before_the_model_is_run(call, options, reason, monkeypatch):
@@ -121,6 +125,22 @@ def test_a_switch_that_is_neither_true_nor_false_is_refused(name, value):
 def test_compile_stages_that_are_no_options_are_refused():
     with pytest.raises(lowtide.PlanError, match=r"compile_stages is .*, expected True, False or a mapping"):
         lowtide.fit(nn.Linear(8, 8), torch.zeros(2, 8), memory_budget="1GiB", compile_stages=["regions"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"slots": 0}, "slots is 0, expected a whole number of at least 1"),
+        ({"slots": 10.5}, r"slots is 10\.5, expected a whole number"),
+        ({"host_memory_budget": 8}, "host_memory_budget=8 is 8 bytes.* did you mean '8GiB'"),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_right_are_refused_before_the_model_is_run(options, reason, monkeypatch):
+    monkeypatch.setattr(capture_watch, "_Watcher", None)
+    model = chain_of_blocks()
+    with pytest.raises(lowtide.LowtideError, match=reason):
+        fit(model, torch.zeros(2, WIDTH), **options)
 
 
 def test_a_report_of_progress_that_cannot_be_called():

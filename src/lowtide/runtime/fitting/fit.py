@@ -40,6 +40,7 @@ from lowtide.runtime.plan.signature import Signature, trained_of
 from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.transfer.bandwidth import measured_bandwidth
 from lowtide.runtime.transfer.cargo import Tier
+from lowtide.solve import checked_count
 from lowtide.strategies.base import AUTO, find
 from lowtide.units import (
     format_bandwidth,
@@ -47,7 +48,6 @@ from lowtide.units import (
     is_unlikely_bandwidth,
     parse_bandwidth,
     parse_budget,
-    parse_bytes,
 )
 
 # Without an optimizer, the state of the one that most people train with is allowed for.
@@ -155,7 +155,8 @@ def fit(
         spot_checks=spot_checks,
     )
     if strategy != AUTO:
-        find(strategy)  # a wrong name is refused before anything is measured
+        find(strategy)  # what is wrong is refused before anything is measured
+    slots, optimizer = checked_count("slots", slots), unwrapped(optimizer)
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
@@ -164,8 +165,10 @@ def fit(
         memory_budget=device_budget(used) if memory_budget is None else parse_budget(memory_budget),
         strategy=strategy,
         bandwidth=measured_bandwidth(used) if bandwidth is None else _given_bandwidth(bandwidth),
-        host_memory_budget=host_budget(used) if host_memory_budget is None else parse_bytes(host_memory_budget),
-        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else unwrapped(optimizer),
+        host_memory_budget=host_budget(used)
+        if host_memory_budget is None
+        else parse_budget(host_memory_budget, "host_memory_budget"),
+        optimizer=_ASSUMED_OPTIMIZER if optimizer is None else optimizer,
         loss=loss,
         stages=stages,
         grads_resident=grads_resident,
@@ -178,7 +181,7 @@ def fit(
         allow_rounding=variants == "rounding",
         measures_link=bandwidth is None,
         step_in_backward=step_in_backward,
-        may_move=isinstance(unwrapped(optimizer), torch.optim.Optimizer),
+        may_move=isinstance(optimizer, torch.optim.Optimizer),
         cuda_graphs=_graphs(cuda_graphs, used),
     )
     called = Sample.of(sample_from(model, sample))

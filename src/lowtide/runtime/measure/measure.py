@@ -52,6 +52,7 @@ from lowtide.runtime.measure.weights import (
     existing_state_bytes,
     optimizer_state_bytes,
     stage_weights,
+    unwrapped,
     with_updates,
 )
 from lowtide.runtime.meter import Meter
@@ -121,6 +122,7 @@ def measure(
     """
     check_arguments(model, stages, loss)
     check_has_data(model)
+    optimizer = unwrapped(optimizer)
     split, chain = capture_and_measure(
         model,
         sample,

@@ -95,12 +95,27 @@ def stage_weights(
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside what frameworks put around it (accelerate's, Lightning's), or that a scheduler drives."""
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+    """The optimizer inside what frameworks put around it (accelerate's, Lightning's); a kind's name, or None, as it is.
+
+    Raises:
+        CaptureError: for anything else, a learning-rate scheduler included.
+    """
+    if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZER_KINDS:
+        raise CaptureError(
+            f"unknown optimizer {shown(optimizer)}; pass the optimizer itself, or one of "
+            f"{', '.join(sorted(OPTIMIZER_KINDS))}"
+        )
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer
+    inner, wraps = getattr(optimizer, "optimizer", None), hasattr(optimizer, "param_groups")  # a scheduler has none
+    while wraps and isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
-    given: Optimizer = optimizer
-    return given
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        which = "; pass the optimizer that this scheduler drives" if isinstance(inner, torch.optim.Optimizer) else ""
+        raise CaptureError(
+            f"optimizer is {shown(optimizer)}, expected a torch optimizer or a name such as 'adamw'{which}"
+        )
+    return optimizer
 
 
 def with_parameters(optimizer: Optimizer, instead: Mapping[int, nn.Parameter]) -> Optimizer:
@@ -129,15 +144,8 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
     if optimizer is None:
         return {}
     if isinstance(optimizer, str):
-        copies = OPTIMIZER_KINDS.get(optimizer.lower())
-        if copies is None:
-            raise CaptureError(
-                f"unknown optimizer {optimizer!r}; pass the optimizer itself, or one of "
-                f"{', '.join(sorted(OPTIMIZER_KINDS))}"
-            )
+        copies = OPTIMIZER_KINDS[optimizer.lower()]
         return {id(p): copies * p.numel() * p.element_size() for p in parameters}
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CaptureError(f"optimizer is {shown(optimizer)}, expected a torch optimizer or a name such as 'adamw'")
     found: dict[int, int] = {}
     for group in optimizer.param_groups:
         tried: dict[tuple[torch.dtype, str, int], list[_StateForm]] = {}
