@@ -928,7 +928,7 @@ def model_and_optimizer() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 def test_an_optimizer_is_needed():
     model, _ = model_and_optimizer()
-    with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
+    with pytest.raises(PlanError, match="pass it with optimizer="):
         lowtide.attach(model, parking(storing(N)))
 
 

@@ -152,7 +152,7 @@ def test_a_plan_file_for_a_model_that_is_on_the_cpu(share, tmp_path):
         plan.save(tmp_path / "plan.json")
     del plan, model, optimizer
     model, optimizer = made(Tied)
-    with pytest.raises(PlanError, match="pass the optimizer itself with optimizer="):
+    with pytest.raises(PlanError, match="pass it with optimizer="):
         lowtide.load_plan(tmp_path / "plan.json", model, device="cpu")
     gc.collect()
     with Meter("cpu") as meter:

@@ -70,7 +70,7 @@ def test_a_plan_without_copies_trains_with_equal_numbers(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("least", [(2000, 1000), (1000, 2000)])
 def test_the_lesser_of_both_budgets_is_named(monkeypatch: pytest.MonkeyPatch, least: tuple[int, int]) -> None:
     refusing(monkeypatch, *least)
-    alone = r"that this model needs with recomputation alone \(with offloading: 1.95 KiB\); raise it$"
+    alone = r"that this model needs with recomputation alone \(with offloading: 1.95 KiB\); raise it \(weights"
     message = "plan 1" if least[0] == 1000 else alone
     with pytest.raises(InfeasibleBudgetError, match=message) as caught:
         lowtide.fit(network(), torch.randn(2, 3, 16, 16), memory_budget=1, bandwidth="1GB/s")

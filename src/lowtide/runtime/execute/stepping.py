@@ -28,15 +28,17 @@ from lowtide.runtime.transfer.cargo import Mirror, Tier
 from lowtide.schedule import Update
 
 
-def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse to move the weights of a model where that does not work.
+def check_can_move(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    """Refuse to move the weights of a model where that does not work; else return its optimizer.
 
     Raises:
         PlanError: with the reason.
     """
     _check_is_alone()
-    if optimizer is None:
-        raise PlanError("the schedule moves weights and optimizer state; pass the optimizer itself with optimizer=")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(
+            "the optimizer itself is not known, without which no weights move; pass it with optimizer=optimizer"
+        )
     trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = next((name for key, name in trained.items() if key not in held), None)
@@ -45,6 +47,7 @@ def check_can_move(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
             f"the optimizer does not have parameter {missing!r}, so its state and steps cannot be followed; pass the "
             "one optimizer that has all trained parameters, or freeze the others"
         )
+    return optimizer
 
 
 def _check_is_alone() -> None:

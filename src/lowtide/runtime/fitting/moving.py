@@ -105,16 +105,13 @@ def why_not(model: nn.Module, settings: Settings) -> str:
     if settings.strategy not in (AUTO, STRATEGY):
         return f"strategy {settings.strategy!r} moves activations alone"
     if not settings.bandwidth:
-        return "nothing is offloaded (bandwidth=0)"
-    if not isinstance(settings.optimizer, torch.optim.Optimizer):
-        return "the optimizer itself is not known; pass it with optimizer="
+        return "nothing is offloaded (bandwidth=0); leave bandwidth= out to have it measured"
     if settings.compilation is not None:
         return "stages are compiled"
     if settings.cuda_graphs is True:
         return "steps are to be replayed as CUDA graphs (cuda_graphs=True)"
     try:
-        check_can_move(model, settings.optimizer)
-        check_steps_alone(settings.optimizer)
+        check_steps_alone(check_can_move(model, settings.optimizer))
     except PlanError as error:
         return str(error)
     return ""

@@ -270,7 +270,8 @@ def tried_schedule(
         return accepted(Trials(model, sample, split, chain, settings, tier, unknown_bytes), goes_on=goes_on)
     reason = why_not(model, settings)
     if reason:
-        raise PlanError(reason)
+        asked = f"strategy {STRATEGY!r}" if settings.strategy == STRATEGY else "step_in_backward=True"
+        raise PlanError(f"{asked} moves weights, but they cannot live on the host: {reason}")
     moving = moving_chain(model, split, chain, settings)
     trials = Trials(model, sample, split, moving.chain, settings, tier, unknown_bytes, moving)
     return accepted(trials, goes_on=goes_on)

@@ -72,9 +72,8 @@ def plan_for(
     Raises:
         InfeasibleBudgetError: with the least of the budgets that work in one of these ways.
     """
-    is_asked = settings.may_move and settings.strategy == AUTO
-    reason = why_not(model, settings) if is_asked else ""
-    may_move = is_asked and not reason
+    reason = why_not(model, settings) if settings.strategy == AUTO else ""
+    may_move = settings.may_move and settings.strategy == AUTO and not reason
     resident = resident_bytes(model, settings.optimizer) if may_move else 0
     if resident > settings.memory_budget:  # nothing else is worth a trial
         moving = replace(settings, strategy=STRATEGY)

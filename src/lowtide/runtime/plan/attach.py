@@ -14,7 +14,7 @@ from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import PlanError, ScheduleError, shown
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.execute.execution import Execution
-from lowtide.runtime.execute.stepping import steps_alone
+from lowtide.runtime.execute.stepping import check_can_move, steps_alone
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
 from lowtide.runtime.measure.weights import like_of
@@ -91,8 +91,8 @@ def attach(
         previous.detach()
     if cuda_graphs:
         check_can_graph(device_of(model), are_moved=bool(schedule.manages))
-    if schedule.manages:
-        check_steps_alone(optimizer)
+    if schedule.manages and optimizer is not None:
+        check_steps_alone(check_can_move(model, optimizer))
     execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=optimizer)
     graphs = graphs_of(execution) if cuda_graphs else None
     return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth, graphs=graphs))
@@ -115,14 +115,12 @@ def check_can_graph(device: torch.device, *, are_moved: bool = False) -> None:
         raise PlanError("steps that move weights cannot be captured as CUDA graphs; leave out cuda_graphs=True")
 
 
-def check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
+def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose step cannot be taken stage by stage.
 
     Raises:
         PlanError: with the kind of optimizer.
     """
-    if optimizer is None:
-        return
     for group in optimizer.param_groups:
         device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
         if not steps_alone(partial(like_of, optimizer, group), device):

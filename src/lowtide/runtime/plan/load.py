@@ -113,8 +113,7 @@ def plan_from_dict(
     if previous is not None:
         previous.detach()
     if schedule.manages:
-        check_can_move(model, optimizer)
-        check_steps_alone(optimizer)
+        check_steps_alone(check_can_move(model, optimizer))
     tier = tier_on(used, host_memory_budget, progress=progress)
     is_placed = device is not None and comes_from_cpu(model)
     homes, take_back = _placed(model, split, schedule, optimizer, tier, used, is_placed, progress)
