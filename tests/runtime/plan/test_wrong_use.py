@@ -148,12 +148,14 @@ def test_a_report_of_progress_that_cannot_be_called():
         fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)
 
 
-def test_a_saved_plan_says_who_plans_for_other_shapes(tmp_path):
+def test_a_plan_for_one_shape_says_why_it_refuses_others(tmp_path):
     model = chain_of_blocks()
-    with fit(model, torch.zeros(2, WIDTH)) as plan:
+    with fit(model, torch.zeros(2, WIDTH), replan=False) as plan:
         plan.save(tmp_path / "plan.json")
+        with pytest.raises(lowtide.PlanError, match=r"\[3, 8\].*replan=False refuses other calls; leave it out"):
+            model(torch.zeros(3, WIDTH))
     loaded = lowtide.load_plan(tmp_path / "plan.json", model)
-    with pytest.raises(lowtide.PlanError, match=r"\[3, 8\].*call fit for these shapes"):
+    with pytest.raises(lowtide.PlanError, match=r"\[3, 8\].*a loaded plan does not.*call fit for these shapes"):
         model(torch.zeros(3, WIDTH))
     loaded.detach()
 

@@ -645,7 +645,11 @@ class Plan:
         if not self._replans:
             if self._planner is None and not self._part.execution.has_variants and signature.fits_within(planned):
                 return  # a smaller batch, as the last one of an epoch
-            raise PlanError(f"{reason}; call fit for these shapes (by default it also plans for other shapes later)")
+            if self._planner is None:
+                raise PlanError(f"{reason}, and a loaded plan does not plan for other calls; call fit for these shapes")
+            raise PlanError(
+                f"{reason}, and replan=False refuses other calls; leave it out, or call fit for these shapes"
+            )
         if signature in self._others:
             self.use(self._others.pop(signature))
         elif not self._part.serves(signature) and not self._has_room_for_input_gradients(signature, planned):
