@@ -118,16 +118,25 @@ def test_the_measured_peak_is_that_of_real_steps():
     assert not torch._C._len_torch_dispatch_stack()
 
 
-def test_a_step_that_takes_more_than_the_budget_is_planned_for():
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"loss", "optimizer"}, "loss= should be what the loop computes"),
+        ({"loss"}, "pass optimizer=optimizer to fit"),
+    ],
+)
+def test_a_step_that_takes_more_than_the_budget_is_planned_for(given, advice):
     model, x = deep(8), torch.randn(ROWS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    plan = fitted(model, x, 1.9, optimizer=optimizer, loss=square)
+    known = {"optimizer": optimizer, "loss": square}
+    plan = fitted(model, x, 1.9, **{"optimizer": "sgd"} | {name: known[name] for name in given})
 
     def hungry(result: torch.Tensor) -> torch.Tensor:
         return torch.cat([result] * 2).square().mean()
 
     with pytest.warns(lowtide.LowtideWarning, match=r"a step took .* but the budget is .*; planning again") as seen:
         peaks = peaks_of([lambda: model(x)] * 4, optimizer, hungry)
+    assert f"({advice}; what the loop keeps counts too)" in str(seen[0].message)
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert peaks[0] > plan.memory_budget

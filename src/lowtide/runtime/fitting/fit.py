@@ -334,6 +334,13 @@ class _Fitting:
         self._pool: Pool | None = None
         self._planned: dict[Signature, Planned] = {}
 
+    @property
+    def missing(self) -> str:
+        """See `Planner`; with the name of a kind, the optimizer itself tells more."""
+        has_optimizer = isinstance(self.settings.optimizer, torch.optim.Optimizer)
+        given = {"loss=": self.settings.loss is not None, "optimizer=optimizer": has_optimizer}
+        return " and ".join(name for name, is_given in given.items() if not is_given)
+
     def part(
         self,
         sample: Sample,

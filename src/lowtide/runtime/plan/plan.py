@@ -162,6 +162,10 @@ class Observed:
 class Planner(Protocol):
     """Makes further parts during training; `lowtide.fit` leaves one with its plan. It never calls the plan."""
 
+    @property
+    def missing(self) -> str:
+        """The arguments of `fit` that tell more of the loop and were not given, for a message."""
+
     def part_for(self, sample: Sample, observed: Observed) -> Part:
         """A part for a call of the model, which has no plan in place meanwhile. Training is under way: where no
         schedule stays within the budget it is the leanest, with the reason.
@@ -509,12 +513,15 @@ class Plan:
         if self._planner is None or self._num_exceeded >= _MOST_CORRECTIONS:
             self._part.refusal, self._part.said_bytes = reason, self._part.peak_bytes
             why = "" if self._planner else ". A plan that was loaded, attached or shared by processes stays as it is"
-            _warn(f"{reason}{why}; training continues. Call fit again with loss= and optimizer=, or raise the budget")
+            missing = "loss= and optimizer=" if self._planner is None else self._planner.missing
+            better = f"{missing}, or with a larger budget" if missing else "a larger budget"
+            _warn(f"{reason}{why}; training continues. Call fit again with {better}")
             return
         self._num_exceeded += 1
         self._plan_again(sample, reason, self._observed(exceeded=self._part, peak_bytes=self._part.peak_bytes))
         if not self._part.refusal:  # else it was said
-            advice = "pass loss= and optimizer= to fit to have them counted from the start"
+            missing = self._planner.missing
+            advice = f"pass {missing} to fit" if missing else "loss= should be what the loop computes"
             _warn(f"{reason}; planning again ({advice}; what the loop keeps counts too)")
 
     def _observed(self, **more: Any) -> Observed:
