@@ -70,6 +70,13 @@ def test_a_prediction_that_was_too_high_is_corrected_and_the_rest_of_the_budget_
     assert answer.notes == ("a trial step took 900 B instead of the predicted 1000 B; the prediction was corrected",)
 
 
+def test_several_corrections_are_one_note():
+    peaks = [800, 900, 1000]
+    answer, attempts = driven(Asked(BUDGET), lambda _, place: Trial(BUDGET, 1 / (place + 1), peak_bytes=peaks[place]))
+    assert len(attempts) == 3
+    assert answer.notes == ("a trial step took 900 B instead of the predicted 1000 B; the prediction was corrected",)
+
+
 def test_a_schedule_that_takes_more_than_the_budget_is_never_accepted():
     answer, attempts = driven(Asked(BUDGET), device(500, off=100))
     assert isinstance(answer, Accept)

@@ -314,7 +314,7 @@ def _as_asked(asked: Asked) -> _Steps[Accept]:
         if isinstance(outcome, Infeasible):
             if best is not None:
                 break  # a corrected prediction fits no more; what was seen to fit does
-            best = yield from _leanest(outcome, asked, more, tuple(notes))
+            best = yield from _leanest(outcome, asked, more)
             notes, more = list(best.accept.notes), best.accept.more_bytes  # there may be a quicker one now
             continue
         if isinstance(outcome, OutOfMemory):
@@ -325,7 +325,7 @@ def _as_asked(asked: Asked) -> _Steps[Accept]:
         off, fits = outcome.peak_bytes - outcome.predicted_bytes, outcome.peak_bytes <= asked.memory_budget
         is_close = abs(off) <= _TOLERANCE * outcome.peak_bytes and fits
         if not is_close:
-            notes.append(_correction(outcome))
+            notes = [_correction(outcome)]  # the last one says how far predictions were off in the end
             more += off * 2 if not fits and num_tried else off  # schedules differ in how far they are off
         if fits and (best is None or outcome.predicted_seconds < best.seconds):
             best = _seen(index, outcome, more, notes)
@@ -340,7 +340,7 @@ def _as_asked(asked: Asked) -> _Steps[Accept]:
     return (yield from _no_slower_than_recomputing(best, asked))
 
 
-def _leanest(infeasible: Infeasible, asked: Asked, more: int, notes: tuple[str, ...]) -> _Steps[_Seen]:
+def _leanest(infeasible: Infeasible, asked: Asked, more: int) -> _Steps[_Seen]:
     """The leanest schedule, where a trial step shows that it takes less than predicted and stays within the budget;
     else a refusal with the least budget that the trial step has shown to be enough.
     """
@@ -349,7 +349,7 @@ def _leanest(infeasible: Infeasible, asked: Asked, more: int, notes: tuple[str, 
         raise _RefusedError(Refuse(infeasible.message, infeasible.minimum_bytes))
     measured = outcome.peak_bytes
     if measured <= asked.memory_budget:
-        return _seen(index, outcome, more + measured - outcome.predicted_bytes, [*notes, _correction(outcome)])
+        return _seen(index, outcome, more + measured - outcome.predicted_bytes, [_correction(outcome)])
     least = max(measured, min(measured + asked.rounding_bytes, infeasible.minimum_bytes), asked.update_bytes)
     message = (
         f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs, measured in "
