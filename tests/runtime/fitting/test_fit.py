@@ -241,6 +241,8 @@ def test_it_can_be_printed():
         assert "(1 step)" in str(plan)
         assert re.search(r"measured   .* a step, peak .* \(1 step\)\na step     [1-9]\d* stages", str(plan.stats()))
         assert "attached" in repr(plan)
+        assert "detached" not in str(plan)
+    assert str(plan).startswith("lowtide plan for Sequential, detached (the model runs without it): strategy")
 
 
 def test_it_can_be_looked_at(tmp_path):

@@ -292,7 +292,7 @@ class Plan:
         if self.chain is not None:
             trace = simulate(self.chain, self.schedule, bandwidth=self._part.bandwidth or None)
         text = plan_text(
-            type(self.model).__name__,
+            type(self.model).__name__ + ("" if self._attached else ", detached (the model runs without it)"),
             self.schedule,
             self.split,
             self.chain,
