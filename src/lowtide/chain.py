@@ -401,8 +401,9 @@ class Chain:
             ChainError: in one line that names the stage, the field and what was expected.
         """
         if not isinstance(values, Mapping):
-            hint = "; Chain.load reads a file" if isinstance(values, str | os.PathLike) else ""
-            raise ChainError(f"a chain is a JSON object, not {shown(values)}{hint}")
+            is_path = isinstance(values, str | os.PathLike)
+            hint = "Chain.load reads a file" if is_path else "lowtide.measure(model, sample) makes a chain of a model"
+            raise ChainError(f"a chain is a JSON object, not {shown(values)}; {hint}")
         found = values.get("format")
         if found != FORMAT:
             raise ChainError(f"format is {shown(found)}, expected {FORMAT!r}; write one with lowtide measure")

@@ -26,7 +26,7 @@ def read_json(
         check: raises a `refuse` that names the field of a wrong number; called where the file has a NaN or an
             Infinity, which JSON does not know and other programs write all the same.
     """
-    path = Path(path)
+    path = _as_path(path, refuse)
     try:
         num_bytes = path.stat().st_size
         if num_bytes > _LARGEST_FILE_BYTES:
@@ -60,7 +60,7 @@ def check_can_write(path: str | os.PathLike[str], *read: str | os.PathLike[str])
         path: where the result is to go.
         read: the files that the work begins with.
     """
-    path = Path(path)
+    path = _as_path(path, LowtideError)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -107,6 +107,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         if isinstance(error, OSError):
             raise LowtideError(f"{path}: cannot be written: {error.strerror or error}; name another file") from None
         raise
+
+
+def _as_path(path: Any, refuse: type[LowtideError]) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise refuse(f"path is {shown(path)}, expected the path of a file")
+    return Path(path)
 
 
 def _umask() -> int:

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from lowtide.chain import Chain
 from lowtide.errors import ScheduleError, shown
 from lowtide.files import read_json, write_json
 
@@ -217,6 +218,8 @@ class Schedule:
             hint = "; Schedule.load reads a file" if isinstance(values, str | os.PathLike) else ""
             if isinstance(getattr(values, "schedule", None), Schedule):  # a solution
                 hint = "; give its .schedule"
+            elif isinstance(values, Chain):
+                hint = "; lowtide.solve(chain, memory_budget=...) computes one"
             raise ScheduleError(f"a schedule is a JSON object, not {shown(values)}{hint}")
         found = values.get("format")
         if found != FORMAT:

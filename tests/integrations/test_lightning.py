@@ -52,6 +52,28 @@ def test_a_wrong_name_is_told_with_those_that_there_are() -> None:
         trained("itself", [lowtide.LightningCallback("1GiB", module="trunk", bandwidth=0)])
 
 
+@pytest.mark.parametrize("callback", [lowtide.LightningCallback, lowtide.TransformersCallback])
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("1GiB",), {"sample": torch.zeros(1)}, "sample= is not an option of this callback.* first training step"),
+        (("1GiB",), {"budget": "1GiB"}, "budget= is not an option of this callback, which takes those of lowtide.fit"),
+        ((torch.nn.Tanh(),), {}, r"Tanh\(\) is not a number of bytes"),
+        ((8,), {}, "memory_budget=8 is 8 bytes.* did you mean '8GiB'"),
+    ],
+)
+def test_wrong_options_are_refused_before_training(
+    callback: Any, arguments: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(lowtide.LowtideError, match=message):
+        callback(*arguments, **options)
+
+
+def test_a_module_is_given_by_its_name() -> None:
+    with pytest.raises(lowtide.PlanError, match=r"module is Tanh\(\), expected the name of a submodule"):
+        lowtide.LightningCallback("1GiB", module=torch.nn.Tanh())
+
+
 def test_training_that_is_saved_and_resumed(tmp_path: Path) -> None:
     """As without a plan, where Lightning's resumed run sees its loader's batches from the start."""
 

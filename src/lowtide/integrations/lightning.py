@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.data import DataLoader
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, shown
 from lowtide.integrations.planned import BudgetedTraining
 from lowtide.runtime.fitting.loader import can_read_ahead, largest_batch_of
 from lowtide.runtime.model.sample import Sample
@@ -40,6 +40,8 @@ class LightningCallback(Callback):
     """
 
     def __init__(self, memory_budget: int | str | None = None, *, module: str | None = None, **options: Any) -> None:
+        if not isinstance(module, str | None):
+            raise PlanError(f"module is {shown(module)}, expected the name of a submodule, such as 'network'")
         self._module = module
         self._steps_in_backward = bool(options.get("step_in_backward"))
         self._batch: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 from torch import nn
 
 import lowtide
+from lowtide.errors import PlanError
 from lowtide.integrations.first_call import FirstCall
+from lowtide.runtime.fitting.fit import fit
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.plan import Plan
+from lowtide.units import parse_budget
 
 SampleFor = Callable[[nn.Module, Sample], Sample]
+
+_OPTIONS = inspect.signature(fit).parameters.keys() - {"model", "sample", "memory_budget"}
 
 LOGGER = logging.getLogger("lowtide")
 
@@ -27,6 +33,14 @@ class BudgetedTraining:
     """
 
     def __init__(self, memory_budget: int | str | None, options: dict[str, Any]) -> None:
+        if memory_budget is not None:
+            parse_budget(memory_budget)  # what is wrong is refused before training begins
+        unknown = next((name for name in options if name not in _OPTIONS), None)
+        if unknown is not None:
+            raise PlanError(
+                f"{unknown}= is not an option of this callback, which takes those of lowtide.fit; model and sample are "
+                "those of the first training step"
+            )
         self._memory_budget = memory_budget
         self._options = options
         self._waiting: list[FirstCall] = []

@@ -113,6 +113,32 @@ def test_what_is_no_model_gets_no_plan(tmp_path):
             call()
 
 
+def test_arguments_in_another_order_or_of_an_earlier_step_are_told(tmp_path):
+    model = chain_of_blocks()
+    chain = lowtide.measure(model, torch.zeros(2, WIDTH))
+    solution = lowtide.solve(chain, memory_budget="1GiB")
+    for call, message in (
+        (lambda: lowtide.load_plan(model, "plan.json"), r"path is Sequential\(.*, expected the path of a file"),
+        (
+            lambda: lowtide.attach(model, chain),
+            r"a schedule is .*, not Chain\(.*; lowtide\.solve\(chain, .* computes one",
+        ),
+        (lambda: lowtide.attach(solution, model), r"model is Solution\(.*, expected an nn\.Module"),
+        (lambda: lowtide.attach(model, solution, split=3), "split is 3, expected a plan's .split"),
+        (
+            lambda: lowtide.solve(model, memory_budget=1),
+            r"a chain is .*, not Sequential\(.*; lowtide\.measure\(model, ",
+        ),
+        (lambda: lowtide.largest_batch(torch.zeros(2), model, memory_budget="1GiB"), r"model is tensor\("),
+    ):
+        with pytest.raises(lowtide.LowtideError, match=message):
+            call()
+    with lowtide.attach(model, solution) as plan:
+        for write in (plan.save, plan.report):
+            with pytest.raises(lowtide.LowtideError, match="path is 3, expected the path of a file"):
+                write(3)
+
+
 @pytest.mark.parametrize(
     "name", ["grads_resident", "keeps_result", "step_in_backward", "replan", "strict", "spot_checks"]
 )

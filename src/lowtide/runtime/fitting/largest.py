@@ -15,7 +15,7 @@ from lowtide.runtime.fitting.rehearsal import let_go
 from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import device_of
+from lowtide.runtime.plan.attach import check_is_model, device_of
 from lowtide.units import format_bytes, format_seconds, parse_budget
 
 # Sizes are searched to within one in so many: a trial takes seconds, and a few percent of a batch decide nothing.
@@ -133,6 +133,7 @@ def largest_batch(
         >>> largest_batch(model, torch.zeros(8, 64), memory_budget="1GiB", most=16, bandwidth=0).batch
         16
     """
+    check_is_model(model)
     budget, called = parse_budget(memory_budget), Sample.of(sample)
     size = _size_along(called, dim)
     found: dict[int, tuple[float | None, int | None]] = {}

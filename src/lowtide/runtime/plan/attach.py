@@ -79,6 +79,8 @@ def attach(
     check_is_model(model)
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
+    if not isinstance(split, Split | None):
+        raise PlanError(f"split is {shown(split)}, expected a plan's .split; leave it out to have the chain's")
     split = split or split_for(model, chain)
     _check_has_stages(model, split)
     check_legal(schedule, split.num_stages, chain)
