@@ -244,10 +244,20 @@ def test_a_defect_is_one_line_and_status_1(files, capsys, monkeypatch):
     assert "two lines" in printed
 
 
-def run(*arguments):
+def run(*arguments, stdout=subprocess.PIPE):
     """Python in a process of its own, with the lowtide that is under test."""
     environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
+    given = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "check": False, "env": environment}
+    return subprocess.run([sys.executable, *arguments], **given)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_closed_pipe_is_status_141_and_nothing_is_said(options):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run("-m", "lowtide", "strategies", *options, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_as_a_process(files):

@@ -5,7 +5,8 @@ its help and which returns None or raises a `LowtideError`, and a tuple `EXAMPLE
 imported only when that subcommand is called, so that `lowtide --help` stays quick; for the same reason rich is imported
 only to print a table.
 
-Exit status: 0 done; 2 wrong use or wrong file; 3 the budget cannot be met; 130 interrupted; 1 a bug in lowtide.
+Exit status: 0 done; 2 wrong use or wrong file; 3 the budget cannot be met; 130 interrupted; 141 nobody reads the output
+any more (`lowtide solve ... | head`); 1 a bug in lowtide.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ STATUS_DEFECT = 1
 STATUS_WRONG_USE = 2
 STATUS_INFEASIBLE = 3
 STATUS_INTERRUPTED = 130
+STATUS_CLOSED_PIPE = 141  # 128 and the number of SIGPIPE, as shells say it
 
 TRACEBACK_VARIABLE = "LOWTIDE_TRACEBACK"  # set to anything, a defect shows where it happened
 
@@ -93,13 +95,16 @@ def _run(arguments: list[str]) -> int:
         return _fail(str(error), STATUS_INFEASIBLE)
     except LowtideError as error:
         return _fail(str(error), STATUS_WRONG_USE)
-    except SystemExit as ended:  # typer's, where it has completed what a shell asked for
+    except SystemExit as ended:  # typer's, where it has completed what a shell asked for, or cannot print
+        if isinstance(ended.__context__, BrokenPipeError):
+            _abandon_output()
+            return STATUS_CLOSED_PIPE
         return ended.code if isinstance(ended.code, int) else STATUS_DEFECT
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", STATUS_INTERRUPTED)
     except BrokenPipeError:
         _abandon_output()
-        return STATUS_DEFECT
+        return STATUS_CLOSED_PIPE
     except MemoryError:
         return _fail("out of memory on this machine; try fewer --slots", STATUS_DEFECT)
     except Exception as error:
