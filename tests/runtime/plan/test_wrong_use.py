@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
 from lowtide.runtime.capture import watch as capture_watch
@@ -35,8 +36,12 @@ both = pytest.mark.parametrize("call", [fit, lowtide.measure], ids=["fit", "meas
     [
         (torch.zeros(2, 3), RuntimeError, r"mat1 and mat2.*\[2, 3\] float32"),
         (torch.zeros(2, WIDTH, dtype=torch.float64), RuntimeError, r"dtype.*\[2, 8\] float64"),
-        ({"pictures": torch.zeros(2, WIDTH)}, TypeError, r"unexpected keyword.*pictures=\[2, 8\] float32"),
-        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional argument.*\[2, 8\] float32 on cpu, 3"),
+        (
+            {"pictures": torch.zeros(2, WIDTH)},
+            TypeError,
+            r"unexpected keyword.*pictures=\[2, 8\] float32.*takes \(input\)",
+        ),
+        ((torch.zeros(2, WIDTH), 3), TypeError, r"positional.*\[2, 8\] float32 on cpu, 3.*takes \(input\).*out labels"),
         (torch.zeros(2, WIDTH, device="meta"), RuntimeError, r"device meta.*\[2, 8\] float32 on meta"),
     ],
     ids=["shape", "dtype", "keyword", "number", "device"],
@@ -56,6 +61,25 @@ def test_a_sample_on_which_the_model_fails(call, sample, kind, shown):
 def test_an_argument_that_can_be_read_once(call, sample, name):
     with pytest.raises(lowtide.CaptureError, match=rf"^argument {name} of the sample is an iterator.*pass a list"):
         call(chain_of_blocks(), sample)
+
+
+@pytest.mark.parametrize("call", [lowtide.measure, lambda model, given: lowtide.estimate(model, given, device="t4")])
+def test_a_loader_where_one_batch_is_expected(call):
+    loader = DataLoader(TensorDataset(torch.zeros(4, WIDTH)))
+    for given in (loader, iter(loader), loader.dataset):
+        with pytest.raises(
+            lowtide.CaptureError, match=r"the sample is .*; take one batch, such as next\(iter\(loader\)\)"
+        ):
+            call(chain_of_blocks(), given)
+
+
+def test_a_model_of_keywords_alone():
+    class OfKeywords(nn.Sequential):
+        def forward(self, *, x: torch.Tensor, **more: object) -> torch.Tensor:
+            return super().forward(x)
+
+    with pytest.raises(lowtide.SampleError, match=r"its forward takes \(x, \*\*more\): pass these.* in a dict by name"):
+        fit(OfKeywords(*chain_of_blocks()), torch.zeros(2, WIDTH))
 
 
 @both

@@ -7,6 +7,7 @@ What autograd saves is noted and let go at once: a forward that does not fit in 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -211,8 +212,23 @@ def _result(model: nn.Module, sample: Sample) -> Any:
     except Exception as error:
         raise SampleError(
             f"the model, on {_places(model)}, failed on the sample with {_described(error)}; the sample is ({sample}); "
-            "pass the arguments of a training step: a tensor, a tuple of positional or a dict of keyword arguments"
+            f"{_advice(model, sample)}"
         ) from error
+
+
+def _advice(model: nn.Module, sample: Sample) -> str:
+    """What to pass instead of a sample on which the model fails."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*sample.args, **sample.kwargs)
+    except TypeError:
+        taken = [str(each.replace(annotation=each.empty, default=each.empty)) for each in signature.parameters.values()]
+        names = ", ".join([*taken[:8], *["..."][: len(taken) > 8]])
+        return (
+            f"its forward takes ({names}): pass these, in a tuple by position or in a dict by name, and leave out "
+            "labels that are for a loss outside of the model"
+        )
+    return "pass the arguments of a training step: a tensor, a tuple of positional or a dict of keyword arguments"
 
 
 def _places(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lowtide.errors import CaptureError, shown
 from lowtide.runtime.model.containers import GENERATORS, Held, build, exchange, template
@@ -49,8 +50,11 @@ class Sample:
         if isinstance(value, torch.Tensor):
             return cls((value,))
         if not isinstance(value, Mapping | tuple | list):
+            is_loader = isinstance(value, DataLoader | Dataset | Iterator)
+            one = "; take one batch, such as next(iter(loader))" if is_loader else ""
             raise CaptureError(
-                f"the sample is {shown(value)}; pass a tensor, a tuple of positional or a dict of keyword arguments"
+                f"the sample is {shown(value)}; pass a tensor, a tuple of positional or a dict of keyword "
+                f"arguments{one}"
             )
         sample = cls((), dict(value)) if isinstance(value, Mapping) else cls(tuple(value))
         for name, argument in (*enumerate(sample.args), *sample.kwargs.items()):
