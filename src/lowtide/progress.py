@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from lowtide.errors import LowtideError, shown
+
 # What is quicker than this shows no bar.
 _PATIENCE_SECONDS = 2.0
 
@@ -22,6 +24,19 @@ def random_numbers_kept() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
+
+
+def check_progress(progress: Any) -> None:
+    """Refuse what is to be told of progress and cannot be called.
+
+    Raises:
+        LowtideError: with what was given.
+    """
+    if progress is not None and not callable(progress):
+        raise LowtideError(
+            f"progress is {shown(progress)}, expected a function of the current task and the share done; leave it out "
+            "to show nothing"
+        )
 
 
 class DelayedProgress:

@@ -155,7 +155,8 @@ def from_function(target: str) -> tuple[nn.Module, Any]:
     module_name, _, function_name = target.partition(":")
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").replace("/", ".")
-        raise CaptureError(f"{target}: a module is named without .py and with dots; write {dotted}:{function_name}")
+        right = f"{dotted}:{function_name or 'function'}"
+        raise CaptureError(f"{target}: a module is named without .py and with dots; write {right}")
     if not module_name or not function_name:
         missing = "function" if module_name else "module"
         raise CaptureError(f"{target!r} lacks the name of a {missing}; write module:function")

@@ -73,6 +73,26 @@ def test_a_loader_where_one_batch_is_expected(call):
             call(chain_of_blocks(), given)
 
 
+@pytest.mark.parametrize(
+    ("call", "options", "message"),
+    [
+        (lowtide.measure, {"progress": True}, "progress is True, expected a function"),
+        (lowtide.estimate, {"device": "t4", "progress": True}, "progress is True, expected a function"),
+        (
+            lowtide.estimate,
+            {"device": torch.device("cuda")},
+            r"unknown device device\(.*; expected one of 't4', 'v100'",
+        ),
+        (lowtide.largest_batch, {"memory_budget": "1GiB", "progress": True}, "progress is True, expected a function"),
+        (lowtide.largest_batch, {"memory_budget": "1GiB", "most": 2.5}, r"most is 2\.5, expected a whole number"),
+        (lowtide.largest_batch, {"memory_budget": "1GiB", "dim": -1}, "dim is -1, expected a whole number from 0"),
+    ],
+)
+def test_wrong_options_beside_a_sample(call, options, message):
+    with pytest.raises(lowtide.LowtideError, match=message):
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), **options)
+
+
 def test_a_model_of_keywords_alone():
     class OfKeywords(nn.Sequential):
         def forward(self, *, x: torch.Tensor, **more: object) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lowtide.chain import Chain
+from lowtide.progress import check_progress
 from lowtide.runtime.capture.capture import StageNames, capture, check_arguments
 from lowtide.runtime.fitting.solving import cuts_the_peak, leanest_of
 from lowtide.runtime.measure.cards import Card, find_card
@@ -138,6 +139,7 @@ def estimate(
     """
     card = find_card(device)
     check_arguments(model, stages, loss)
+    check_progress(progress)
     budget = int(card.memory_bytes * (1 - RESERVE)) if memory_budget is None else parse_budget(memory_budget)
     link = card.link_bytes_per_second if bandwidth is None else parse_bandwidth(bandwidth)
     empty, shapes = without_data(model), tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), sample)

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide.errors import CaptureError, InfeasibleBudgetError
+from lowtide.errors import CaptureError, InfeasibleBudgetError, shown
+from lowtide.progress import check_progress
 from lowtide.runtime.fitting.fit import fit
 from lowtide.runtime.fitting.rehearsal import let_go
 from lowtide.runtime.meter import settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.plan.attach import check_is_model, device_of
+from lowtide.solve import checked_count
 from lowtide.units import format_bytes, format_seconds, parse_budget
 
 # Sizes are searched to within one in so many: a trial takes seconds, and a few percent of a batch decide nothing.
@@ -134,6 +136,10 @@ def largest_batch(
         16
     """
     check_is_model(model)
+    check_progress(progress)
+    most = checked_count("most", most)
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        raise CaptureError(f"dim is {shown(dim)}, expected a whole number from 0 up")
     budget, called = parse_budget(memory_budget), Sample.of(sample)
     size = _size_along(called, dim)
     found: dict[int, tuple[float | None, int | None]] = {}

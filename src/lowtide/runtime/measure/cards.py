@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.errors import CaptureError
+from lowtide.errors import CaptureError, shown
 
 _GIB = 2**30
 
@@ -76,7 +76,7 @@ def find_card(name: str) -> Card:
         >>> find_card("A100").memory_bytes // 2**30
         80
     """
-    card = CARDS.get(name.lower())
+    card = CARDS.get(name.lower()) if isinstance(name, str) else None
     if card is None:
-        raise CaptureError(f"unknown device {name!r}; expected one of {', '.join(CARDS)}")
+        raise CaptureError(f"unknown device {shown(name)}; expected one of {', '.join(map(repr, CARDS))}")
     return card

@@ -36,6 +36,7 @@ from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
 from lowtide.errors import CaptureError
+from lowtide.progress import check_progress
 from lowtide.runtime.capture.capture import StageNames, capture, check_arguments, check_has_data
 from lowtide.runtime.compile.compiled import CompiledModel
 from lowtide.runtime.measure.backward import wait_for_autograd
@@ -122,6 +123,7 @@ def measure(
     """
     check_arguments(model, stages, loss)
     check_has_data(model)
+    check_progress(progress)
     optimizer = unwrapped(optimizer)
     split, chain = capture_and_measure(
         model,
