@@ -103,6 +103,12 @@ def test_a_model_of_keywords_alone():
 
 
 @both
+def test_stages_by_a_function_of_one_argument(call):
+    with pytest.raises(lowtide.CaptureError, match=r"^stages= failed with TypeError.* with a path and a module"):
+        call(chain_of_blocks(), torch.zeros(2, WIDTH), stages=lambda path: path == "0")
+
+
+@both
 def test_a_loss_of_two_arguments(call):
     with pytest.raises(lowtide.CaptureError, match=r"^loss= .*TypeError.*'target'.*loss=lambda result:") as caught:
         call(chain_of_blocks(), torch.zeros(2, WIDTH), loss=nn.CrossEntropyLoss())
@@ -202,6 +208,15 @@ def test_compile_stages_that_are_no_options_are_refused():
     [
         ({"slots": 0}, "slots is 0, expected a whole number of at least 1"),
         ({"slots": 10.5}, r"slots is 10\.5, expected a whole number"),
+        (
+            {"step_in_backward": True, "bandwidth": "1GB/s"},
+            "step_in_backward=True moves weights.* pass it with optimizer=",
+        ),
+        (
+            {"strategy": "joint"},
+            r"'joint' moves weights, .*: nothing is offloaded \(bandwidth=0\); leave bandwidth= out",
+        ),
+        ({"compile_stages": {"shape": 3}}, "compile_stages has 'shape', which is not an option of torch.compile"),
         ({"host_memory_budget": 8}, "host_memory_budget=8 is 8 bytes.* did you mean '8GiB'"),
     ],
     ids=str,

@@ -28,7 +28,7 @@ from lowtide.runtime.capture.cuts import (
     sides_of,
 )
 from lowtide.runtime.capture.units import settle
-from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall, watch
+from lowtide.runtime.capture.watch import NEVER, Observation, SubmoduleCall, described, watch
 from lowtide.runtime.model.interception import planned_part_of, refuse_scripted
 from lowtide.runtime.model.sample import Sample, without_cache
 from lowtide.runtime.model.split import Split, StageSplit, Unit
@@ -276,7 +276,13 @@ def _by_hand(model: nn.Module, observation: Observation, stages: StageNames) -> 
 
 def _is_named(model: nn.Module, call: SubmoduleCall, stages: StageNames) -> bool:
     if callable(stages):
-        return bool(stages(call.path, model.get_submodule(call.path)))
+        try:
+            return bool(stages(call.path, model.get_submodule(call.path)))
+        except Exception as error:
+            raise CaptureError(
+                f"stages= failed with {described(error)}; it is called with a path and a module, and says whether that "
+                "is a stage"
+            ) from error
     return any(fnmatch.fnmatchcase(call.path, pattern) for pattern in stages)
 
 

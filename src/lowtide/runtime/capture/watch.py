@@ -211,7 +211,7 @@ def _result(model: nn.Module, sample: Sample) -> Any:
         raise
     except Exception as error:
         raise SampleError(
-            f"the model, on {_places(model)}, failed on the sample with {_described(error)}; the sample is ({sample}); "
+            f"the model, on {_places(model)}, failed on the sample with {described(error)}; the sample is ({sample}); "
             f"{_advice(model, sample)}"
         ) from error
 
@@ -245,12 +245,12 @@ def _loss(loss: Callable[[Any], Any], result: Any) -> Any:
         raise
     except Exception as error:
         raise CaptureError(
-            f"loss= failed with {_described(error)}; it gets only the model's result, and is called again for larger "
+            f"loss= failed with {described(error)}; it gets only the model's result, and is called again for larger "
             "batches; pass loss=lambda result: loss_fn(result, y), with a y that matches the batch"
         ) from error
 
 
-def _described(error: Exception) -> str:
+def described(error: Exception) -> str:
     """Format an error for a message: its type and text, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 

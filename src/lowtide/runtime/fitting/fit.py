@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.distributed import is_first, share
 from lowtide.runtime.fitting.limits import device_budget, host_budget
 from lowtide.runtime.fitting.loader import sample_from
-from lowtide.runtime.fitting.moving import STRATEGY, resident_bytes, why_not
+from lowtide.runtime.fitting.moving import STRATEGY, moves_in_any_case, resident_bytes, why_not
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.fitting.trials import Planned, RealStep
 from lowtide.runtime.fitting.ways import plan_for
@@ -184,6 +185,7 @@ def fit(
         may_move=isinstance(optimizer, torch.optim.Optimizer),
         cuda_graphs=_graphs(cuda_graphs, used),
     )
+    moves_in_any_case(model, settings)
     called = Sample.of(sample_from(model, sample))
     if device is not None:
         called = called.on(used)
@@ -303,6 +305,11 @@ def _regions(compile_stages: bool | Mapping[str, Any]) -> bool | str:
 
 def _compile_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `torch.compile` among those of compile_stages."""
+    unknown = next(
+        (name for name in given if name not in (_REGIONS, *inspect.signature(torch.compile).parameters)), None
+    )
+    if unknown is not None:
+        raise PlanError(f"compile_stages has {shown(unknown)}, which is not an option of torch.compile; leave it out")
     return {"dynamic": False, **{key: value for key, value in given.items() if key != _REGIONS}}
 
 

@@ -117,6 +117,21 @@ def why_not(model: nn.Module, settings: Settings) -> str:
     return ""
 
 
+def moves_in_any_case(model: nn.Module, settings: Settings) -> bool:
+    """Whether weights move because that was asked for by name.
+
+    Raises:
+        PlanError: where they cannot.
+    """
+    if settings.strategy != STRATEGY and not settings.step_in_backward:
+        return False
+    reason = why_not(model, settings)
+    if reason:
+        asked = f"strategy {STRATEGY!r}" if settings.strategy == STRATEGY else "step_in_backward=True"
+        raise PlanError(f"{asked} moves weights, but they cannot live on the host: {reason}")
+    return True
+
+
 def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     """What weights, their gradients and the optimizer's state take."""
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

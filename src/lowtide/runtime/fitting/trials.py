@@ -10,20 +10,19 @@ import torch
 from torch import nn
 
 from lowtide.chain import Chain, Stage, Variant
-from lowtide.errors import InfeasibleBudgetError, PlanError, ScheduleError
+from lowtide.errors import InfeasibleBudgetError, ScheduleError
 from lowtide.runtime.compile.compiled import Compilation, CompiledModel
 from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.fitting.moving import (
-    STRATEGY,
     Moving,
     as_timed,
     clipping_seconds,
     counted,
     host_bytes_of,
     joint_solution,
+    moves_in_any_case,
     moving_chain,
-    why_not,
 )
 from lowtide.runtime.fitting.planning import (
     WITH_ROOM_FOR_ALL,
@@ -266,12 +265,8 @@ def tried_schedule(
         PlanError: where a strategy that moves weights was asked for by name, and they cannot be.
         torch.OutOfMemoryError: where trial steps ran out of memory time and again.
     """
-    if settings.strategy != STRATEGY and not settings.step_in_backward:
+    if not moves_in_any_case(model, settings):
         return accepted(Trials(model, sample, split, chain, settings, tier, unknown_bytes), goes_on=goes_on)
-    reason = why_not(model, settings)
-    if reason:
-        asked = f"strategy {STRATEGY!r}" if settings.strategy == STRATEGY else "step_in_backward=True"
-        raise PlanError(f"{asked} moves weights, but they cannot live on the host: {reason}")
     moving = moving_chain(model, split, chain, settings)
     trials = Trials(model, sample, split, moving.chain, settings, tier, unknown_bytes, moving)
     return accepted(trials, goes_on=goes_on)
