@@ -221,6 +221,14 @@ def test_memory_that_holds_what_an_earlier_filling_left_is_not_refused(monkeypat
     assert plan.stats().num_steps == 3
 
 
+def test_nobody_who_gets_filled_memory_next_takes_its_marks_for_values() -> None:
+    tensor = torch.tensor([torch.nan, 1.0, torch.nan])
+    assert checks.remove_marks(tensor, torch.tensor([False, False, True]))
+    assert tensor[:2].tolist() == [0.0, 1.0]
+    assert tensor[2].isnan()
+    assert not checks.remove_marks(tensor, torch.tensor([False, False, True]))
+
+
 class PartlyDifferent(nn.Module):
     """Beside memory that it never writes it saves what depends on something that nobody can know of."""
 
