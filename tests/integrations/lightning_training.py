@@ -68,6 +68,23 @@ class ByHand(Regression):
         optimizer.zero_grad()
 
 
+class Apart(ByHand):
+    """Has two optimizers."""
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> None:
+        self.manual_backward(Regression.training_step(self, batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        own = list(self.parameters())
+        return [
+            torch.optim.Adam([p for p in own if p.dim() == 2], lr=1e-3),
+            torch.optim.SGD([p for p in own if p.dim() != 2], lr=1e-3, momentum=0.9),
+        ]
+
+
 def trained(
     how: str,
     callbacks: list[Any],

@@ -39,6 +39,15 @@ def test_the_numbers_are_those_of_plain_training(how: str, settings: dict[str, A
     assert attached_plan(found.network) is None
 
 
+def test_several_optimizers_count() -> None:
+    expected, _ = trained("itself", [], kind="Apart")
+    callback = lowtide.LightningCallback("1GiB", bandwidth=0)
+    found, _ = trained("itself", [callback], kind="Apart")
+    assert all(map(torch.equal, found.parameters(), expected.parameters()))
+    state = 6 * (2 * WIDTH * WIDTH * 4 + 4 + WIDTH * 4)  # Adam's with its step count, and momenta of biases
+    assert sum(stage.optimizer_bytes for stage in callback.plan.chain.stages) == state
+
+
 def test_a_part_of_what_is_trained_must_be_named() -> None:
     with pytest.raises(lowtide.PlanError, match=r"'head.weight'.*module="):
         trained("two networks", [lowtide.LightningCallback("1GiB", bandwidth=0)])

@@ -26,7 +26,7 @@ class LightningCallback(Callback):
     What is planned for is the network that `training_step` calls first: the LightningModule itself (`self(x)`) or one
     of its children (`self.network(x)`); the plan is made in that call, under the Trainer's precision, for the largest
     of a few batches where the network is called with tensors of the batch (of a stream, an `IterableDataset`, for the
-    first). Accumulation and the optimizer are taken from the Trainer. Predicted and measured figures go to its loggers
+    first). Accumulation and the optimizers are taken from the Trainer. Predicted and measured figures go to its loggers
     (`lowtide/...`). When training ends, the module is as it was.
 
     Args:
@@ -54,7 +54,6 @@ class LightningCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the first step."""
-        optimizers = trainer.optimizers
         if self._steps_in_backward and pl_module.automatic_optimization:
             raise PlanError(
                 "Lightning runs forward and backward inside the optimizer's step, so the first step has begun when "
@@ -70,7 +69,7 @@ class LightningCallback(Callback):
         self._planned.wait_for(
             self._candidates(pl_module),
             sample_for,
-            optimizer=optimizers[0] if len(optimizers) == 1 else None,
+            optimizer=tuple(trainer.optimizers) or None,
             grads_resident=trainer.accumulate_grad_batches > 1,
         )
 

@@ -573,6 +573,20 @@ def test_the_table_of_optimizers_is_that_of_torch(kind: str) -> None:
     assert optimizer_state_bytes(kind, [parameter])[id(parameter)] == expected
 
 
+def test_several_optimizers_count_each_its_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    adam, sgd = torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[2].parameters(), momentum=0.9)
+    chain = measure(model, torch.zeros(2, 8), stages=["0", "1", "2", "3"], optimizer=[adam, sgd])
+    own = 8 * 8 * 4 + 8 * 4
+    assert [stage.optimizer_bytes for stage in chain.stages] == [2 * own + 2 * 4, 0, own, 0]
+    assert [stage.update_seconds > 0 for stage in chain.stages] == [True, False, True, False]
+    of_one, of_two = (measure(model, torch.zeros(2, 8), optimizer=given) for given in (adam, [adam, adam]))
+    assert [stage.optimizer_bytes for stage in of_two.stages] == [stage.optimizer_bytes for stage in of_one.stages]
+    for wrong in ([], [adam, "sgd"], [None]):
+        with pytest.raises(lowtide.CaptureError, match="expected"):
+            measure(model, torch.zeros(2, 8), optimizer=wrong)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
     with pytest.raises(lowtide.CaptureError, match="none of this model's parameters"):

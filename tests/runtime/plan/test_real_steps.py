@@ -434,6 +434,31 @@ def test_what_the_step_of_an_optimizer_takes_is_measured(kind, foreach):
     assert taken - 64 <= found <= taken + 2 * parameters[1].nbytes  # numbers of a few bytes are in no share
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Takes products of its gradients, as Muon does, and parameters in groups alone."""
+
+    def __init__(self, groups):
+        assert all({"params", "lr", "is_turned"} == group.keys() for group in groups)
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * (parameter.grad @ (parameter.grad.T @ parameter.grad))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (64, 256), (256, 64)])
+def test_what_a_step_takes_that_multiplies_matrices_depends_on_their_proportions(shape):
+    parameter = nn.Parameter(torch.randn(shape))
+    optimizer = Orthogonal([{"params": [parameter], "lr": 1e-3, "is_turned": True}])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts something of its own into the group
+    parameter.grad = torch.ones_like(parameter)
+    with Meter("cpu") as meter:
+        Orthogonal.step(optimizer)
+    assert optimizer_step_bytes(optimizer, [parameter]) == meter.peak_bytes - meter.live_bytes
+
+
 def test_a_loop_that_keeps_its_result_until_the_next_one():
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -502,6 +527,66 @@ def test_the_least_budget_that_is_named_holds(make, kind, options):
     optimizer = kind(model.parameters(), lr=1e-3)
     with fitted(model, x, again=True, optimizer=optimizer, loss=square, **options) as plan:
         assert max(peaks_of([lambda: model(x)] * 4, optimizer)) <= plan.memory_budget
+
+
+class Both:
+    """Two optimizers that a loop steps one after the other: of matrices, and of the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = list(model.parameters())
+        self.each = [
+            torch.optim.AdamW([p for p in own if p.dim() == 2], lr=1e-3),
+            torch.optim.SGD([p for p in own if p.dim() != 2], lr=1e-3, momentum=0.9),
+        ]
+
+    def step(self) -> None:
+        for each in self.each:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.each:
+            each.zero_grad()
+
+
+def test_the_state_of_several_optimizers_counts():
+    model, x = deep(), torch.randn(ROWS, WIDTH)
+    both = Both(model)
+    with fitted(model, x, again=True, optimizer=both.each, loss=square) as plan:
+        peaks = peaks_of([lambda: model(x)] * 4, both)
+        assert max(peaks) <= plan.memory_budget
+        assert plan.stats().measured_peak_bytes == pytest.approx(max(peaks), rel=0.01)  # both had made their steps
+    matrices, rest = WIDTH * WIDTH * 4, WIDTH * 4
+    counted = [stage.optimizer_bytes for stage in plan.chain.stages]
+    assert sum(counted) == 6 * (2 * matrices + rest + 4)  # AdamW counts its steps
+    for options in ({"strategy": "joint", "bandwidth": "1GB/s"}, {"step_in_backward": True, "bandwidth": "1GB/s"}):
+        with pytest.raises(lowtide.PlanError, match="several optimizers"):
+            lowtide.fit(model, x, memory_budget="1GiB", optimizer=both.each, **options)
+
+
+def test_several_optimizers_that_steps_have_shown_are_planned_for():
+    model, x = deep(), torch.randn(ROWS, WIDTH)
+    both = Both(model)
+    with lowtide.fit(model, x, memory_budget="1GiB", optimizer="sgd", loss=square, **OPTIONS) as plan:
+        assert not any(stage.optimizer_bytes for stage in plan.chain.stages)
+        peaks_of([lambda: model(x), lambda: model(torch.randn(2 * ROWS, WIDTH))], both)
+        assert all(stage.optimizer_bytes > 2 * WIDTH * WIDTH * 4 for stage in plan.chain.stages)
+
+
+def test_optimizers_that_step_in_backward_end_no_step():
+    """One for each parameter; what a step takes is measured to its end."""
+    model, x = deep(), torch.randn(ROWS, WIDTH)
+    each = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: nn.Parameter) -> None:
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for parameter in each:
+        parameter.register_post_accumulate_grad_hook(update)
+    with fitted(model, x, optimizer=list(each.values()), loss=square) as plan:
+        peaks = peaks_of([lambda: model(x)] * 4)
+        assert max(peaks) <= plan.memory_budget
+        assert plan.stats().measured_peak_bytes == pytest.approx(max(peaks), rel=0.01)
 
 
 class Skips(nn.Module):

@@ -35,6 +35,8 @@ def check_can_move(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
         PlanError: with the reason.
     """
     _check_is_alone()
+    if isinstance(optimizer, tuple):
+        raise PlanError("several optimizers step this model's parameters, and only one can be followed")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             "the optimizer itself is not known, without which no weights move; pass it with optimizer=optimizer"
@@ -418,7 +420,7 @@ def steps_alone(make: Maker, device: torch.device) -> bool:
     """
     try:
         one, other = (_ends_of_steps(make, device, is_split=is_split) for is_split in (False, True))
-    except (TypeError, RuntimeError, ValueError, AttributeError, KeyError):
+    except (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError):
         return False
     return len(one) == len(other) and all(map(torch.equal, one, other))
 

@@ -118,7 +118,7 @@ def estimate(
         sample: what a training step calls it with; only shapes and dtypes count.
         device: the name of a card, such as `"a100"` or `"4090"`.
         memory_budget: bytes on that card; None: its memory less a tenth.
-        optimizer: the optimizer, or its kind, whose state counts.
+        optimizer: the optimizer, a list of several, or its kind; the state counts.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.

@@ -28,7 +28,7 @@ from lowtide.runtime.fitting.trials import Planned, RealStep
 from lowtide.runtime.fitting.ways import plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, trains, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, each_of, existing_state_bytes, trains, unwrapped
 from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.processes import is_distributed
@@ -96,8 +96,9 @@ def fit(
         bandwidth: bytes per second to host memory each way; None: measured; 0: no offloading.
         host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
             the schedule needs is taken.
-        optimizer: the optimizer, or its kind such as `"adamw"`; its state counts. None: room for Adam's state. With
-            the optimizer itself, weights, gradients and optimizer state live on the host and are fetched when they are
+        optimizer: the optimizer, a list of those that share the model's parameters (Muon and AdamW), or its kind such
+            as `"adamw"`; its state counts. None: room for Adam's state. With one optimizer for all parameters,
+            weights, gradients and optimizer state live on the host and are fetched when they are
             needed, where nothing else stays within the budget or, on CUDA, trial steps show that it is faster.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
@@ -344,7 +345,7 @@ class _Fitting:
     @property
     def missing(self) -> str:
         """See `Planner`; with the name of a kind, the optimizer itself tells more."""
-        has_optimizer = isinstance(self.settings.optimizer, torch.optim.Optimizer)
+        has_optimizer = bool(each_of(self.settings.optimizer))
         given = {"loss=": self.settings.loss is not None, "optimizer=optimizer": has_optimizer}
         return " and ".join(name for name, is_given in given.items() if not is_given)
 
@@ -438,7 +439,7 @@ class _Fitting:
 
     def _part_for(self, sample: Sample, observed: Observed) -> Part:
         settings = self.settings
-        if observed.optimizer is not None and not isinstance(settings.optimizer, torch.optim.Optimizer):
+        if observed.optimizer is not None and not each_of(settings.optimizer):
             settings = replace(settings, optimizer=observed.optimizer)
         if observed.grads_resident:
             settings = replace(settings, grads_resident=True)

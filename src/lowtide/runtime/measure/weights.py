@@ -53,7 +53,13 @@ _KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 _TRIED_BYTES = {"cuda": 2**20}
 _TRIED_BYTES_ELSEWHERE = 2**12
 
-Optimizer = torch.optim.Optimizer | str | None
+Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | str | None
+
+# What constructors and steps raise that do not work with what they are tried on.
+_FAILURES = (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
+
+# What others have put into a group, which constructors do not take.
+_FROM_OTHERS = ("initial_lr", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +100,32 @@ def stage_weights(
     return made[1:], made[0]
 
 
+def each_of(optimizer: Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that are given themselves: none where there is only a kind's name."""
+    if optimizer is None or isinstance(optimizer, str):
+        return ()
+    return (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+
+
+def _with_groups(optimizer: Optimizer) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    for each in each_of(optimizer):
+        for group in each.param_groups:
+            yield each, group
+
+
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside what frameworks put around it (accelerate's, Lightning's); a kind's name, or None, as it is.
+    """The optimizer inside what frameworks put around it (accelerate's, Lightning's), or each of several; a kind's
+    name, or None, as it is.
 
     Raises:
         CaptureError: for anything else, a learning-rate scheduler included.
     """
+    if isinstance(optimizer, list | tuple) and optimizer:
+        found = [unwrapped(each) for each in optimizer]
+        different = {id(each): each for each in found if isinstance(each, torch.optim.Optimizer)}
+        if not all(isinstance(each, torch.optim.Optimizer) for each in found):
+            raise CaptureError(f"optimizer is {shown(optimizer)}, expected torch optimizers, or one name")
+        return tuple(different.values()) if len(different) > 1 else found[0]
     if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZER_KINDS:
         raise CaptureError(
             f"unknown optimizer {shown(optimizer)}; pass the optimizer itself, or one of "
@@ -123,8 +149,12 @@ def with_parameters(optimizer: Optimizer, instead: Mapping[int, nn.Parameter]) -
 
     The given one is left as it is. The other one makes no steps: where fused kernels cannot run, it counts as well.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None or isinstance(optimizer, str):
         return optimizer
+    return tuple(_with_parameters(each, instead) for each in each_of(optimizer))
+
+
+def _with_parameters(optimizer: torch.optim.Optimizer, instead: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
     other.state = defaultdict(dict)
@@ -141,25 +171,25 @@ def with_parameters(optimizer: Optimizer, instead: Mapping[int, nn.Parameter]) -
 
 def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """The bytes of state that an optimizer keeps, or will keep, on each parameter's device, by the parameter's id."""
-    if optimizer is None:
-        return {}
     if isinstance(optimizer, str):
         copies = OPTIMIZER_KINDS[optimizer.lower()]
         return {id(p): copies * p.numel() * p.element_size() for p in parameters}
-    found: dict[int, int] = {}
-    for group in optimizer.param_groups:
+    wanted, found = {id(parameter) for parameter in parameters}, dict[int, int]()
+    for each, group in _with_groups(optimizer):
         tried: dict[tuple[torch.dtype, str, int], list[_StateForm]] = {}
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if state:
-                found[id(parameter)] = sum(_bytes_on(parameter.device, value) for value in state.values())
+            if id(parameter) not in wanted:
                 continue
-            key = (parameter.dtype, parameter.device.type, parameter.dim())
-            if key not in tried:
-                tried[key] = _tried_out(optimizer, group, parameter)
-            found[id(parameter)] = sum(form.num_bytes(parameter) for form in tried[key])
-    wanted = {id(parameter) for parameter in parameters}
-    if wanted and found and not wanted & found.keys():
+            state = each.state.get(parameter)
+            if state:
+                num_bytes = sum(_bytes_on(parameter.device, value) for value in state.values())
+            else:
+                key = (parameter.dtype, parameter.device.type, parameter.dim())
+                if key not in tried:
+                    tried[key] = _tried_out(each, group, parameter)
+                num_bytes = sum(form.num_bytes(parameter) for form in tried[key])
+            found[id(parameter)] = found.get(id(parameter), 0) + num_bytes
+    if wanted and each_of(optimizer) and not found:
         raise CaptureError(
             "the optimizer has none of this model's parameters; pass the one made from model.parameters()"
         )
@@ -168,10 +198,9 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
 
 def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer may be that of a model: it has one of the model's parameters, or is only named."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return True
     own = set(map(id, model.parameters()))
-    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+    groups = [group for _, group in _with_groups(optimizer)]
+    return not groups or any(id(parameter) in own for group in groups for parameter in group["params"])
 
 
 def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -182,25 +211,21 @@ def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
 
 def state_bytes_there(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
     """The bytes of optimizer state that some parameters already have."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return 0
-    states = ((p.device, optimizer.state.get(p, {})) for p in parameters)
+    states = [(p.device, each.state.get(p, {})) for p in parameters for each in each_of(optimizer)]
     return sum(_bytes_on(device, value) for device, state in states for value in state.values())
 
 
 def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> int:
     """What an optimizer's step allocates for its own duration, found by steps of such an optimizer on small tensors."""
     trained = [p for p in parameters if p.requires_grad]
-    if not trained or optimizer is None:
-        return 0
     if isinstance(optimizer, str):
         kind = _KINDS.get(optimizer.lower())
-        return 0 if kind is None else _step_bytes(kind, trained)
+        return 0 if kind is None or not trained else _step_bytes(kind, trained)
     ids, found = set(map(id, trained)), 0
-    for group in optimizer.param_groups:
+    for each, group in _with_groups(optimizer):
         own = [parameter for parameter in group["params"] if id(parameter) in ids]
         if own:
-            found = max(found, _step_bytes(partial(like_of, optimizer, group), own))
+            found = max(found, _step_bytes(partial(like_of, each, group), own))
     return found
 
 
@@ -208,23 +233,32 @@ def _step_bytes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], par
     """Of one group of parameters: a share of all of them where the optimizer works on them at once, and of the largest
     where it takes one after the other. Steps of two and of three equal tensors tell both shares.
     """
-    like, sizes = parameters[0], [p.numel() * p.element_size() for p in parameters]
+    like, sizes = max(parameters, key=lambda p: p.nbytes), [p.numel() * p.element_size() for p in parameters]
     try:
         of_two, of_three = (_temporary_bytes(make, like, num_tensors) for num_tensors in (2, 3))
-    except (TypeError, RuntimeError, ValueError, AttributeError, CaptureError):
+    except (*_FAILURES, CaptureError):
         return max(sizes) * 2  # as torch's own for one tensor after the other
     of_all = max(0, of_three - of_two)
     of_largest = max(0, of_two - 2 * of_all)
-    tried_bytes = _TRIED_BYTES.get(like.device.type, _TRIED_BYTES_ELSEWHERE)
-    return math.ceil((of_all * sum(sizes) + of_largest * max(sizes)) / tried_bytes)
+    return math.ceil(
+        (of_all * sum(sizes) + of_largest * max(sizes)) / (_tried_shape(like).numel() * like.element_size())
+    )
+
+
+def _tried_shape(like: nn.Parameter) -> torch.Size:
+    """A small shape; of a matrix with its proportions, by which steps differ that take products of it (Muon)."""
+    numel = _TRIED_BYTES.get(like.device.type, _TRIED_BYTES_ELSEWHERE) // like.element_size()
+    if like.dim() != 2:
+        return torch.Size((64, numel // 64))
+    scale = math.sqrt(numel / max(1, like.numel()))
+    return torch.Size(max(1, round(side * scale)) for side in like.shape)
 
 
 def _temporary_bytes(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], like: nn.Parameter, num_tensors: int
 ) -> int:
     """What a step of an optimizer for so many tensors takes."""
-    tried_bytes = _TRIED_BYTES.get(like.device.type, _TRIED_BYTES_ELSEWHERE)
-    shape = (64, tried_bytes // like.element_size() // 64)
+    shape = _tried_shape(like)
     tensors = [nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_tensors)]
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
@@ -249,24 +283,22 @@ class UpdateFigures:
     extra_bytes: int = 0
 
 
-def update_figures(optimizer: torch.optim.Optimizer | str, parameters: Iterable[nn.Parameter]) -> UpdateFigures:
+def update_figures(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> UpdateFigures:
     """Measure steps of such an optimizer on tensors like some parameters, which are gone afterwards."""
     trained, found = [parameter for parameter in parameters if parameter.requires_grad], UpdateFigures()
     if isinstance(optimizer, str):
         kind = _KINDS.get(optimizer.lower())
         return found if kind is None or not trained else _measured_steps(kind, trained)
     ids = set(map(id, trained))
-    for group in optimizer.param_groups:
+    for each, group in _with_groups(optimizer):
         own = [parameter for parameter in group["params"] if id(parameter) in ids]
         if own:
-            measured = _measured_steps(partial(like_of, optimizer, group), own)
+            measured = _measured_steps(partial(like_of, each, group), own)
             found = UpdateFigures(found.seconds + measured.seconds, max(found.extra_bytes, measured.extra_bytes))
     return found
 
 
-def updates_of(
-    optimizer: torch.optim.Optimizer | str, stages: Iterable[Sequence[nn.Parameter]]
-) -> Iterator[UpdateFigures]:
+def updates_of(optimizer: Optimizer, stages: Iterable[Sequence[nn.Parameter]]) -> Iterator[UpdateFigures]:
     """What the optimizer's step of each stage takes, given by its parameters; stages of one kind are measured once."""
     known: dict[tuple[object, ...], UpdateFigures] = {}
     for own in stages:
@@ -287,7 +319,7 @@ def with_updates(chain: Chain, model: nn.Module, split: Split, optimizer: Optimi
         stages.append(own)
     try:
         found = list(updates_of(optimizer, stages))
-    except (TypeError, RuntimeError, ValueError, AttributeError):
+    except _FAILURES:
         return chain
     pairs = zip(chain.stages, found, strict=True)
     return replace(chain, stages=tuple(replace(stage, update_seconds=each.seconds) for stage, each in pairs))
@@ -333,7 +365,11 @@ def like_of(
     """An optimizer of the same kind and settings for other parameters."""
     accepted = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
-    return type(optimizer)(parameters, **settings)
+    own = {name: value for name, value in group.items() if name not in _FROM_OTHERS}
+    try:
+        return type(optimizer)([{**own, "params": parameters}], **settings)
+    except _FAILURES:  # it makes groups of parameters itself
+        return type(optimizer)(parameters, **settings)
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:
@@ -376,7 +412,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     try:
         tiny = like_of(optimizer, group, [trial])
         tiny.step()
-    except (TypeError, RuntimeError, ValueError, AttributeError):
+    except _FAILURES:
         raise CaptureError(
             f"cannot tell how much state {type(optimizer).__name__} keeps before its first step; "
             "call fit after a step, or pass the name of a kind of optimizer"

@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.errors import PlanError, shown
 from lowtide.runtime.execute.stepping import movable_parameters
 from lowtide.runtime.execute.weights import Weights, is_plain
+from lowtide.runtime.measure.weights import Optimizer, each_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.transfer.arena import rounded
 from lowtide.runtime.transfer.cargo import Mirror, Tier
@@ -142,11 +143,11 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def move(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+def move(model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
     """Have all of a model, and of its optimizer's state, on a device."""
     model.to(device)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _move_state(optimizer, model.parameters(), device, lambda tensor: tensor.to(device))
+    for each in each_of(optimizer):
+        _move_state(each, model.parameters(), device, lambda tensor: tensor.to(device))
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -30,6 +30,7 @@ from lowtide.runtime.compile.compiled import CompiledModel
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
+from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.bypass import WRAPPER_EXISTS, has_compiled_wrapper
 from lowtide.runtime.model.containers import tensors_of
@@ -147,13 +148,13 @@ class Observed:
     """What real steps have shown so far.
 
     Args:
-        optimizer: the one that steps the model's parameters; None: none has yet, or it is not clear which.
+        optimizer: the one, or those, that step the model's parameters; None: not all of them have been stepped.
         grads_resident: gradients were there when a forward began.
         exceeded: the part under which a step took more than its budget; None: none did.
         peak_bytes: what that step took.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Optimizer = None
     grads_resident: bool = False
     exceeded: Part | None = None
     peak_bytes: int = 0

@@ -12,6 +12,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.meter import StepMeter, held_bytes
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
@@ -30,7 +31,7 @@ class RealSteps:
     """Watches a model while it trains.
 
     On CUDA the allocator has the figures. On the CPU some steps are measured, from the model's forward to the end of
-    the optimizer's step, or to the next forward.
+    the optimizer's step (of the last one's, where several make it), or to the next forward.
 
     Args:
         model: the model.
@@ -42,6 +43,7 @@ class RealSteps:
         self._model = weakref.ref(model)
         self._device = device
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._meter = StepMeter()
         self._memory_budget = memory_budget
@@ -74,18 +76,22 @@ class RealSteps:
             is_ours = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
             (self._optimizers if is_ours else self._strangers).add(optimizer)
         if optimizer in self._optimizers:
-            self.end()
+            self._have_stepped.add(optimizer)
+            in_backward = torch._C._current_graph_task_id() != -1
+            if len(self._have_stepped) == len(self._optimizers) and not in_backward:
+                self.end()
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The one that steps the model's parameters; None: none has, or several do, or it does not have all of them."""
-        model = self._model()
-        if model is None or len(self._optimizers) != 1:
+    def optimizer(self) -> Optimizer:
+        """The one, or those, that step the model's parameters; None: they do not have all of them."""
+        model, found = self._model(), tuple(self._optimizers)
+        if model is None:
             return None
-        optimizer = next(iter(self._optimizers))
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {id(parameter) for each in found for group in each.param_groups for parameter in group["params"]}
         trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        return optimizer if trained <= held else None
+        if not found or not trained <= held:
+            return None
+        return found if len(found) > 1 else found[0]
 
     def is_stepped_by_another(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Whether an optimizer other than this one has stepped parameters of the model."""
@@ -96,6 +102,7 @@ class RealSteps:
     def begin(self) -> None:
         """A forward of a training step begins."""
         self.note()
+        self._have_stepped.clear()
         self._num_begun += 1
         if self._is_metered and (self._is_measured() or self._begins_with_more()):
             begun_bytes = self._meter.open()
