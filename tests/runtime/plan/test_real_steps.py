@@ -530,13 +530,13 @@ def test_the_least_budget_that_is_named_holds(make, kind, options):
 
 
 class Both:
-    """Two optimizers that a loop steps one after the other: of matrices, and of the rest."""
+    """Two optimizers that a loop steps one after the other: of the rest, and of matrices, which takes the most."""
 
     def __init__(self, model: nn.Module) -> None:
         own = list(model.parameters())
         self.each = [
-            torch.optim.AdamW([p for p in own if p.dim() == 2], lr=1e-3),
             torch.optim.SGD([p for p in own if p.dim() != 2], lr=1e-3, momentum=0.9),
+            torch.optim.AdamW([p for p in own if p.dim() == 2], lr=1e-3, foreach=True),
         ]
 
     def step(self) -> None:
@@ -549,12 +549,12 @@ class Both:
 
 
 def test_the_state_of_several_optimizers_counts():
-    model, x = deep(), torch.randn(ROWS, WIDTH)
+    model, x = deep(), torch.randn(8, WIDTH)  # the most is there in the last optimizer's step
     both = Both(model)
     with fitted(model, x, again=True, optimizer=both.each, loss=square) as plan:
         peaks = peaks_of([lambda: model(x)] * 4, both)
         assert max(peaks) <= plan.memory_budget
-        assert plan.stats().measured_peak_bytes == pytest.approx(max(peaks), rel=0.01)  # both had made their steps
+        assert max(peaks) - 2048 <= plan.stats().measured_peak_bytes <= max(peaks)
     matrices, rest = WIDTH * WIDTH * 4, WIDTH * 4
     counted = [stage.optimizer_bytes for stage in plan.chain.stages]
     assert sum(counted) == 6 * (2 * matrices + rest + 4)  # AdamW counts its steps
@@ -574,7 +574,8 @@ def test_several_optimizers_that_steps_have_shown_are_planned_for():
 
 def test_optimizers_that_step_in_backward_end_no_step():
     """One for each parameter; what a step takes is measured to its end."""
-    model, x = deep(), torch.randn(ROWS, WIDTH)
+    wide = nn.Sequential(nn.Linear(WIDTH, 32 * WIDTH), nn.Tanh(), nn.Linear(32 * WIDTH, WIDTH))  # its backward is last
+    model, x = nn.Sequential(wide, *deep(3)), torch.randn(ROWS, WIDTH)
     each = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
 
     def update(parameter: nn.Parameter) -> None:
@@ -586,7 +587,7 @@ def test_optimizers_that_step_in_backward_end_no_step():
     with fitted(model, x, optimizer=list(each.values()), loss=square) as plan:
         peaks = peaks_of([lambda: model(x)] * 4)
         assert max(peaks) <= plan.memory_budget
-        assert plan.stats().measured_peak_bytes == pytest.approx(max(peaks), rel=0.01)
+        assert max(peaks) - 2048 <= plan.stats().measured_peak_bytes <= max(peaks)
 
 
 class Skips(nn.Module):

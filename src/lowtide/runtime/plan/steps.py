@@ -77,8 +77,7 @@ class RealSteps:
             (self._optimizers if is_ours else self._strangers).add(optimizer)
         if optimizer in self._optimizers:
             self._have_stepped.add(optimizer)
-            in_backward = torch._C._current_graph_task_id() != -1
-            if len(self._have_stepped) == len(self._optimizers) and not in_backward:
+            if len(self._have_stepped) == len(self._optimizers):
                 self.end()
 
     @property
