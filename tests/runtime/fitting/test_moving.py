@@ -563,6 +563,21 @@ def test_a_plan_file(tmp_path):
         assert len(loaded._part.execution.machine.tier._pieces.made) == 1  # on CUDA, memory is pinned at once
 
 
+def test_a_plan_file_with_the_optimizer_of_a_framework(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    expected = train(*made(blocks), batch(blocks))
+    plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
+    plan.save(tmp_path / "plan.json")
+    schedule, split = plan.schedule, plan.split
+    accelerated = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+    with lowtide.load_plan(tmp_path / "plan.json", plan.model, optimizer=accelerated):
+        assert_equal(train(plan.model, accelerated, batch(blocks)), expected)
+    model, optimizer = made(blocks)
+    accelerated = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+    with lowtide.attach(model, schedule, split=split, optimizer=accelerated):
+        assert_equal(train(model, accelerated, batch(blocks)), expected)
+
+
 def test_larger_batches_are_planned_for():
     x = batch(blocks)
     given = (x, torch.cat([x, x]), x)

@@ -17,7 +17,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import check_can_move, steps_alone
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import like_of
+from lowtide.runtime.measure.weights import Optimizer, like_of, unwrapped
 from lowtide.runtime.model.interception import refuse_scripted
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Part, Plan, attached_plan
@@ -40,7 +40,7 @@ def attach(
     *,
     split: Split | None = None,
     host_memory_budget: int | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer = None,
     strict: bool = False,
     spot_checks: bool = True,
     cuda_graphs: bool = False,
@@ -64,7 +64,7 @@ def attach(
 
     Raises:
         PlanError: where the model does not have the chain's stages.
-        CaptureError: where a part of the model is TorchScript.
+        CaptureError: where a part of the model is TorchScript, and for what is no optimizer.
         ScheduleError: where a schedule is illegal.
 
     Example:
@@ -77,6 +77,7 @@ def attach(
         1.0
     """
     check_is_model(model)
+    optimizer = unwrapped(optimizer)
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
     if not isinstance(split, Split | None):
@@ -93,9 +94,10 @@ def attach(
         previous.detach()
     if cuda_graphs:
         check_can_graph(device_of(model), are_moved=bool(schedule.manages))
+    stepped = None
     if schedule.manages and optimizer is not None:
-        check_steps_alone(check_can_move(model, optimizer))
-    execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=optimizer)
+        stepped = check_steps_alone(check_can_move(model, optimizer))
+    execution = Execution(model, split, schedule, chain, tier, checks=checks, optimizer=stepped)
     graphs = graphs_of(execution) if cuda_graphs else None
     return Plan(model, Part(execution, memory_budget=budget, bandwidth=bandwidth, graphs=graphs))
 
@@ -117,8 +119,8 @@ def check_can_graph(device: torch.device, *, are_moved: bool = False) -> None:
         raise PlanError("steps that move weights cannot be captured as CUDA graphs; leave out cuda_graphs=True")
 
 
-def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be taken stage by stage.
+def check_steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Refuse an optimizer whose step cannot be taken stage by stage; else return it.
 
     Raises:
         PlanError: with the kind of optimizer.
@@ -130,6 +132,7 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} does not treat each parameter by itself, so it cannot step stage by "
                 "stage; use a strategy that moves activations alone, or an optimizer such as AdamW"
             )
+    return optimizer
 
 
 def check_is_model(model: Any) -> None:

@@ -18,6 +18,7 @@ from lowtide.progress import DelayedProgress
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import check_can_move
+from lowtide.runtime.measure.weights import Optimizer, unwrapped
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import (
     check_can_graph,
@@ -42,7 +43,7 @@ def load_plan(
     model: nn.Module,
     *,
     host_memory_budget: int | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer = None,
     device: str | torch.device | None = None,
     cuda_graphs: bool = False,
     progress: Callable[[str, float], None] | bool | None = None,
@@ -62,8 +63,9 @@ def load_plan(
     Raises:
         PlanError: for a file that is not a plan, or a plan for another model, device or version; in one line that says
             what has changed. Calls with larger shapes are refused when they come; smaller ones run under the plan.
+        CaptureError: for what is no optimizer.
     """
-    values = read_json(path, PlanError)
+    values, optimizer = read_json(path, PlanError), unwrapped(optimizer)
     try:
         with DelayedProgress(enabled=progress is not False, always=progress is True) as bar:
             return plan_from_dict(
@@ -84,7 +86,7 @@ def plan_from_dict(
     model: nn.Module,
     *,
     host_memory_budget: int | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer = None,
     device: str | torch.device | None = None,
     cuda_graphs: bool = False,
     progress: Callable[[str, float], None] | None = None,
@@ -112,17 +114,19 @@ def plan_from_dict(
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
-    if schedule.manages:
-        check_steps_alone(check_can_move(model, optimizer))
+    stepped = check_steps_alone(check_can_move(model, optimizer)) if schedule.manages else None
     tier = tier_on(used, host_memory_budget, progress=progress)
     is_placed = device is not None and comes_from_cpu(model)
-    homes, take_back = _placed(model, split, schedule, optimizer, tier, used, is_placed, progress)
+    if stepped is not None and is_placed:
+        homes, take_back = _placed(model, split, stepped, tier, used, progress)
+    else:
+        homes, take_back = None, _moved(model, optimizer, used)
     compiled = None
     try:
         compiled = None if compilation is None else compilation.of(model, split)
         there = sum(rounded(mirror.tensor.nbytes) for mirror in (homes or {}).values())
         tier.expect(max(0, expected_bytes(model, chain, schedule, are_placed=homes is not None) - there))
-        execution = Execution(model, split, schedule, chain, tier, optimizer=optimizer, homes=homes)
+        execution = Execution(model, split, schedule, chain, tier, optimizer=stepped, homes=homes)
     except BaseException:
         if compiled is not None:
             compiled.remove()
@@ -144,24 +148,23 @@ def plan_from_dict(
 def _placed(
     model: nn.Module,
     split: Split,
-    schedule: Schedule,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     tier: Tier,
     device: torch.device,
-    is_placed: bool,
     progress: Callable[[str, float], None] | None,
-) -> tuple[dict[int, Mirror] | None, Callable[[], None]]:
-    """Have a model that is on the CPU where its schedule needs it: on the device, or with weights on the lower tier,
-    whose places are returned; and what takes it back.
-    """
-    if is_placed and schedule.manages and optimizer is not None:
-        placed = Placed(model, optimizer, device, tier, progress)
-        placed.settle(split)
-        return placed.homes, placed.take_back
+) -> tuple[dict[int, Mirror], Callable[[], None]]:
+    """Have the weights of a model on the lower tier of a device; returns their places, and what takes it back."""
+    placed = Placed(model, optimizer, device, tier, progress)
+    placed.settle(split)
+    return placed.homes, placed.take_back
+
+
+def _moved(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Callable[[], None]:
+    """Have a model on a device; returns what takes it back."""
     if device == device_of(model):
-        return None, lambda: None
+        return lambda: None
     move(model, optimizer, device)
-    return None, partial(move, model, optimizer, torch.device("cpu"))
+    return partial(move, model, optimizer, torch.device("cpu"))
 
 
 def _check_fingerprint(saved: Any, now: Mapping[str, str]) -> None:
