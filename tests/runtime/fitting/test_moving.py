@@ -548,6 +548,8 @@ def test_a_budget_that_is_too_small_even_with_weights_on_the_host():
     with pytest.raises(InfeasibleBudgetError, match="with weights on the host: host_memory_budget 97") as caught:
         fitted(blocks, resident_bytes(blocks) // 2, strategy="auto", host_memory_budget="100kB")
     assert caught.value.minimum_bytes > resident_bytes(blocks)  # with which nothing has to move
+    with pytest.raises(InfeasibleBudgetError, match="needs with weights on the host, measured in a trial step"):
+        fitted(blocks, 1000)
 
 
 def test_a_plan_file(tmp_path):

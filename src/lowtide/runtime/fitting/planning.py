@@ -54,6 +54,7 @@ class Asked:
     Args:
         memory_budget: bytes of all that a step takes.
         moves: values may be copied to the host.
+        moves_weights: so may weights, gradients and optimizer state.
         is_auto: the strategy is not given, so one without copies may be taken, too.
         update_bytes: what is there while the optimizer makes its step, which no schedule changes.
         rounding_bytes: by which trial steps differ from each other.
@@ -63,6 +64,7 @@ class Asked:
 
     memory_budget: int
     moves: bool = False
+    moves_weights: bool = False
     is_auto: bool = True
     update_bytes: int = 0
     rounding_bytes: int = 0
@@ -351,8 +353,9 @@ def _leanest(infeasible: Infeasible, asked: Asked, more: int) -> _Steps[_Seen]:
     if measured <= asked.memory_budget:
         return _seen(index, outcome, more + measured - outcome.predicted_bytes, [_correction(outcome)])
     least = max(measured, min(measured + asked.rounding_bytes, infeasible.minimum_bytes), asked.update_bytes)
+    moved = " with weights on the host" if asked.moves_weights else ""
     message = (
-        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs, measured in "
+        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs{moved}, measured in "
         f"a trial step of its leanest schedule; {'raise it' if asked.moves else 'raise it, or allow offloading'}"
     )
     raise _RefusedError(Refuse(message, least))

@@ -330,6 +330,7 @@ class Trials:
         self.asked = Asked(
             settings.memory_budget,
             moves=settings.bandwidth > 0,
+            moves_weights=moving is not None,
             is_auto=settings.strategy == AUTO and moving is None,
             update_bytes=0 if moving is not None else _optimizer_step_bytes(model, chain, settings),
             rounding_bytes=rounding_bytes,
