@@ -26,17 +26,18 @@ def random_numbers_kept() -> Iterator[None]:
         random.setstate(state)
 
 
-def check_progress(progress: Any) -> None:
-    """Refuse what is to be told of progress and cannot be called.
+def check_progress(progress: Any, *, may_switch: bool = False) -> None:
+    """Refuse what is to be told of progress and cannot be called, or, where that may be, does not switch a bar.
 
     Raises:
         LowtideError: with what was given.
     """
-    if progress is not None and not callable(progress):
-        raise LowtideError(
-            f"progress is {shown(progress)}, expected a function of the current task and the share done; leave it out "
-            "to show nothing"
-        )
+    if progress is None or callable(progress) or (may_switch and isinstance(progress, bool)):
+        return
+    switches = "True, False or " if may_switch else ""
+    raise LowtideError(
+        f"progress is {shown(progress)}, expected {switches}a function of the current task and the share done"
+    )
 
 
 class DelayedProgress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import lowtide
+from lowtide import Backward, Forward
 from lowtide.runtime.capture import watch as capture_watch
 from lowtide.runtime.fitting import ways
 
@@ -229,8 +231,19 @@ def test_numbers_that_cannot_be_right_are_refused_before_the_model_is_run(option
 
 
 def test_a_report_of_progress_that_cannot_be_called():
-    with pytest.raises(lowtide.PlanError, match="progress is 3, expected True, False or a function"):
-        fit(chain_of_blocks(), torch.zeros(2, WIDTH), progress=3)
+    model = chain_of_blocks()
+    for call in (partial(fit, model, torch.zeros(2, WIDTH)), partial(lowtide.load_plan, "no file", model)):
+        with pytest.raises(lowtide.LowtideError, match="progress is 3, expected True, False or a function"):
+            call(progress=3)
+
+
+def test_switches_of_plans_that_are_attached_or_loaded():
+    model, schedule = nn.Sequential(nn.Linear(8, 8)), lowtide.Schedule("by hand", [Forward(1, "all"), Backward(1)])
+    for name in ("strict", "spot_checks", "cuda_graphs"):
+        with pytest.raises(lowtide.PlanError, match=f"{name} is 3, expected True or False"):
+            lowtide.attach(model, schedule, **{name: 3})
+    with pytest.raises(lowtide.PlanError, match="cuda_graphs is 3, expected True or False"):
+        lowtide.load_plan("no file", model, cuda_graphs=3)
 
 
 def test_a_plan_for_one_shape_says_why_it_refuses_others(tmp_path):

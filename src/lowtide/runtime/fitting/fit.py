@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import InfeasibleBudgetError, LowtideWarning, PlanError, SampleError, shown
-from lowtide.progress import DelayedProgress
+from lowtide.progress import DelayedProgress, check_progress
 from lowtide.runtime.capture.capture import StageNames, check_arguments, check_has_data, refuse_an_empty_batch
 from lowtide.runtime.capture.watch import draw_the_fullest
 from lowtide.runtime.compile.compiled import DEFAULT_BUDGETS, Compilation, CompiledModel, can_have_regions
@@ -33,7 +33,14 @@ from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import check_can_graph, check_is_model, device_of, tier_for, tier_on
+from lowtide.runtime.plan.attach import (
+    check_can_graph,
+    check_is_model,
+    check_switches,
+    device_of,
+    tier_for,
+    tier_on,
+)
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.placing import Placed, comes_from_cpu, device_to_use, move
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan
@@ -144,11 +151,8 @@ def fit(
     check_is_model(model)
     check_arguments(model, stages, loss)
     check_has_data(model)
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise PlanError(
-            f"progress is {shown(progress)}, expected True, False or a function of the current task and the share done"
-        )
-    _check_switches(
+    check_progress(progress, may_switch=True)
+    check_switches(
         grads_resident=grads_resident,
         keeps_result=keeps_result,
         step_in_backward=step_in_backward,
@@ -230,12 +234,6 @@ def _placed(model: nn.Module, settings: Settings, device: torch.device) -> Place
     assert isinstance(settings.optimizer, torch.optim.Optimizer)
     tier = tier_on(device, settings.host_memory_budget, progress=settings.progress)
     return Placed(model, settings.optimizer, device, tier, settings.progress)
-
-
-def _check_switches(**given: Any) -> None:
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise PlanError(f"{name} is {shown(value)}, expected True or False")
 
 
 def _given_bandwidth(bandwidth: int | str) -> int:

@@ -77,6 +77,7 @@ def attach(
         1.0
     """
     check_is_model(model)
+    check_switches(strict=strict, spot_checks=spot_checks, cuda_graphs=cuda_graphs)
     optimizer = unwrapped(optimizer)
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
@@ -133,6 +134,17 @@ def check_steps_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
                 "stage; use a strategy that moves activations alone, or an optimizer such as AdamW"
             )
     return optimizer
+
+
+def check_switches(**given: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        PlanError: with its name.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{name} is {shown(value)}, expected True or False")
 
 
 def check_is_model(model: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from lowtide.chain import Chain
 from lowtide.errors import ChainError, PlanError, ScheduleError, shown
 from lowtide.files import read_json
-from lowtide.progress import DelayedProgress
+from lowtide.progress import DelayedProgress, check_progress
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import check_can_move
@@ -25,6 +25,7 @@ from lowtide.runtime.plan.attach import (
     check_is_model,
     check_legal,
     check_steps_alone,
+    check_switches,
     device_of,
     expected_bytes,
     graphs_of,
@@ -65,6 +66,8 @@ def load_plan(
             what has changed. Calls with larger shapes are refused when they come; smaller ones run under the plan.
         CaptureError: for what is no optimizer.
     """
+    check_progress(progress, may_switch=True)
+    check_switches(cuda_graphs=cuda_graphs)
     values, optimizer = read_json(path, PlanError), unwrapped(optimizer)
     try:
         with DelayedProgress(enabled=progress is not False, always=progress is True) as bar:
