@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Tens
 
 import lowtide
 from lowtide.runtime.fitting.loader import can_read_ahead, largest_batch_of
-from lowtide.runtime.measure.weights import unwrapped
+from lowtide.runtime.measure.weights import optimizer_of
 
 
 def network() -> nn.Sequential:
@@ -211,9 +211,10 @@ def test_nothing_is_read_from_streams_while_a_loop_reads_them() -> None:
 def test_optimizers_are_found_inside_what_frameworks_put_around_them() -> None:
     accelerate = pytest.importorskip("accelerate")
     lightning = pytest.importorskip("lightning")
-    optimizer = torch.optim.AdamW(network().parameters())
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
     accelerated = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
     of_lightning = lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
     for each in (optimizer, accelerated, of_lightning):
-        assert unwrapped(each) is optimizer
-    assert unwrapped("adam") == "adam"
+        assert optimizer_of(model, each) is optimizer
+    assert optimizer_of(model, "adam") == "adam"

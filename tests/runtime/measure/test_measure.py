@@ -19,7 +19,12 @@ from lowtide.runtime.measure.measure import capture_and_measure, measure
 from lowtide.runtime.measure.overhead import stage_overhead
 from lowtide.runtime.measure.stages import StagedModel
 from lowtide.runtime.measure.timing import Timing, paced
-from lowtide.runtime.measure.weights import OPTIMIZER_KINDS, optimizer_state_bytes
+from lowtide.runtime.measure.weights import (
+    OPTIMIZER_KINDS,
+    optimizer_of,
+    optimizer_state_bytes,
+    optimizer_step_bytes,
+)
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.sample import Sample
 from lowtide.runtime.model.split import Split, StageSplit, Unit
@@ -582,9 +587,46 @@ def test_several_optimizers_count_each_its_own() -> None:
     assert [stage.update_seconds > 0 for stage in chain.stages] == [True, False, True, False]
     of_one, of_two = (measure(model, torch.zeros(2, 8), optimizer=given) for given in (adam, [adam, adam]))
     assert [stage.optimizer_bytes for stage in of_two.stages] == [stage.optimizer_bytes for stage in of_one.stages]
-    for wrong in ([], [adam, "sgd"], [None]):
-        with pytest.raises(lowtide.CaptureError, match="expected"):
+    empty, named, missing = r"optimizer is \[\]", r"optimizer\[1\] is 'sgd'", r"optimizer\[0\] is None"
+    for wrong, name in (([], empty), ([adam, "sgd"], named), ([None], missing)):
+        with pytest.raises(lowtide.CaptureError, match=f"{name}.*expected a torch optimizer"):
             measure(model, torch.zeros(2, 8), optimizer=wrong)  # type: ignore[arg-type]
+
+
+def test_optimizers_of_other_models_are_left_out() -> None:
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    own, others = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    assert optimizer_of(model, [others, own]) is own
+    assert optimizer_of(other, (others, own)) is others
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in the group, and marks parameters in their state before the first."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["step"] = group.get("step", torch.tensor(0.0))
+            for parameter in group["params"]:
+                self.state[parameter]["is_marked"] = True
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter -= group["lr"] / group["step"] * parameter.grad
+
+
+def test_an_optimizer_is_as_it_was_after_it_was_tried() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    optimizer = Counting(model.parameters())
+    chain = measure(model, torch.zeros(2, 8), optimizer=optimizer)
+    assert sum(stage.optimizer_bytes for stage in chain.stages) == 2 * (8 * 8 + 8) * 4  # a mark is no state of a step
+    assert optimizer_step_bytes(optimizer, model.parameters()) >= 8 * 8 * 4
+    assert optimizer.param_groups[0]["step"] == 0
+    assert optimizer_state_bytes(torch.optim.Adam([{"params": []}]), model.parameters()) == {}  # some may come
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from lowtide.errors import ExecutionError, PlanError
 from lowtide.runtime.execute.program import Placement
 from lowtide.runtime.execute.weights import Spent, Weights, has_other_names, is_whole
+from lowtide.runtime.measure.weights import FAILURES
 from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.tape import versions_of
@@ -36,7 +37,10 @@ def check_can_move(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     """
     _check_is_alone()
     if isinstance(optimizer, tuple):
-        raise PlanError("several optimizers step this model's parameters, and only one can be followed")
+        raise PlanError(
+            "several optimizers step this model's parameters, and only one can be followed; make one optimizer with "
+            "several groups, or use a strategy that moves activations alone"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             "the optimizer itself is not known, without which no weights move; pass it with optimizer=optimizer"
@@ -420,7 +424,7 @@ def steps_alone(make: Maker, device: torch.device) -> bool:
     """
     try:
         one, other = (_ends_of_steps(make, device, is_split=is_split) for is_split in (False, True))
-    except (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError):
+    except FAILURES:
         return False
     return len(one) == len(other) and all(map(torch.equal, one, other))
 

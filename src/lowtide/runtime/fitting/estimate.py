@@ -18,7 +18,7 @@ from lowtide.runtime.fitting.solving import cuts_the_peak, leanest_of
 from lowtide.runtime.measure.cards import Card, find_card
 from lowtide.runtime.measure.counting import counting, without_data
 from lowtide.runtime.measure.measure import capture_and_measure
-from lowtide.runtime.measure.weights import Optimizer, unwrapped, with_parameters
+from lowtide.runtime.measure.weights import Optimizer, optimizer_of, with_parameters
 from lowtide.solve import Solution, solve
 from lowtide.units import format_bytes, format_seconds, parse_bandwidth, parse_budget
 
@@ -150,7 +150,7 @@ def estimate(
         shapes,
         stages=stages,
         loss=loss,
-        optimizer=with_parameters(unwrapped(optimizer), without),
+        optimizer=with_parameters(optimizer_of(model, optimizer), without),
         name=type(model).__name__,
         grads_resident=grads_resident,
         keeps_result=keeps_result,

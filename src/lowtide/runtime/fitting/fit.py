@@ -28,7 +28,7 @@ from lowtide.runtime.fitting.trials import Planned, RealStep
 from lowtide.runtime.fitting.ways import plan_for
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import Optimizer, each_of, existing_state_bytes, trains, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, existing_state_bytes, has_all, optimizer_of, trains
 from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.processes import is_distributed
@@ -162,7 +162,7 @@ def fit(
     )
     if strategy != AUTO:
         find(strategy)  # what is wrong is refused before anything is measured
-    slots, optimizer = checked_count("slots", slots), unwrapped(optimizer)
+    slots, optimizer = checked_count("slots", slots), optimizer_of(model, optimizer)
     previous = attached_plan(model)
     if previous is not None:
         previous.detach()
@@ -343,7 +343,7 @@ class _Fitting:
     @property
     def missing(self) -> str:
         """See `Planner`; with the name of a kind, the optimizer itself tells more."""
-        has_optimizer = bool(each_of(self.settings.optimizer))
+        has_optimizer = has_all(self.settings.optimizer, self._model)
         given = {"loss=": self.settings.loss is not None, "optimizer=optimizer": has_optimizer}
         return " and ".join(name for name, is_given in given.items() if not is_given)
 
@@ -437,7 +437,7 @@ class _Fitting:
 
     def _part_for(self, sample: Sample, observed: Observed) -> Part:
         settings = self.settings
-        if observed.optimizer is not None and not each_of(settings.optimizer):
+        if observed.optimizer is not None and not has_all(settings.optimizer, self._model):
             settings = replace(settings, optimizer=observed.optimizer)
         if observed.grads_resident:
             settings = replace(settings, grads_resident=True)

@@ -51,9 +51,9 @@ from lowtide.runtime.measure.weights import (
     Optimizer,
     StageWeights,
     existing_state_bytes,
+    optimizer_of,
     optimizer_state_bytes,
     stage_weights,
-    unwrapped,
     with_updates,
 )
 from lowtide.runtime.meter import Meter
@@ -99,8 +99,8 @@ def measure(
         sample: a tensor, a tuple of positional or a dict of keyword arguments, like those of a training step.
         stages: the stages by hand; see `lowtide.runtime.capture.capture.capture`. None: the finest useful chain.
         loss: what the training loop computes from the model's result; None: the loss in the result where there is one.
-        optimizer: the optimizer, or its kind (`"adam"`, `"sgd-momentum"`, ...), whose state is to be counted and whose
-            steps are to be timed.
+        optimizer: the optimizer, a list of several, or its kind (`"adam"`, `"sgd-momentum"`, ...); its state is counted
+            and its steps are timed.
         name: of the chain; None: the model's class.
         grads_resident: weight gradients exist from the start (accumulation over several steps).
         keeps_result: the training loop has the model's result in hand while backward runs.
@@ -124,7 +124,7 @@ def measure(
     check_arguments(model, stages, loss)
     check_has_data(model)
     check_progress(progress)
-    optimizer = unwrapped(optimizer)
+    optimizer = optimizer_of(model, optimizer)
     split, chain = capture_and_measure(
         model,
         sample,

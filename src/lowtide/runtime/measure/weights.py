@@ -7,12 +7,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.chain import Chain
 from lowtide.errors import CaptureError, shown
@@ -56,10 +58,10 @@ _TRIED_BYTES_ELSEWHERE = 2**12
 Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | str | None
 
 # What constructors and steps raise that do not work with what they are tried on.
-_FAILURES = (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
+FAILURES = (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
 
-# What others have put into a group, which constructors do not take.
-_FROM_OTHERS = ("initial_lr", "param_names")
+# What learning-rate schedulers put into groups, which not all constructors take.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +115,26 @@ def _with_groups(optimizer: Optimizer) -> Iterator[tuple[torch.optim.Optimizer, 
             yield each, group
 
 
-def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside what frameworks put around it (accelerate's, Lightning's), or each of several; a kind's
-    name, or None, as it is.
+def optimizer_of(model: nn.Module, given: Any) -> Optimizer:
+    """The optimizer of a model, without what frameworks put around it (accelerate, Lightning); of several, those that
+    have parameters of the model; a kind's name, or None, as it is.
 
     Raises:
         CaptureError: for anything else, a learning-rate scheduler included.
     """
-    if isinstance(optimizer, list | tuple) and optimizer:
-        found = [unwrapped(each) for each in optimizer]
-        different = {id(each): each for each in found if isinstance(each, torch.optim.Optimizer)}
-        if not all(isinstance(each, torch.optim.Optimizer) for each in found):
-            raise CaptureError(f"optimizer is {shown(optimizer)}, expected torch optimizers, or one name")
-        return tuple(different.values()) if len(different) > 1 else found[0]
+    if not isinstance(given, list | tuple) or not given:
+        return _unwrapped(given)
+    found = {}
+    for number, each in enumerate(given):
+        one = _unwrapped(each, f"optimizer[{number}]")
+        if not isinstance(one, torch.optim.Optimizer):
+            raise CaptureError(f"optimizer[{number}] is {shown(each)}, expected a torch optimizer")
+        found[id(one)] = one
+    own = tuple(each for each in found.values() if trains(each, model)) or tuple(found.values())
+    return own if len(own) > 1 else own[0]
+
+
+def _unwrapped(optimizer: Any, name: str = "optimizer") -> torch.optim.Optimizer | str | None:
     if isinstance(optimizer, str) and optimizer.lower() not in OPTIMIZER_KINDS:
         raise CaptureError(
             f"unknown optimizer {shown(optimizer)}; pass the optimizer itself, or one of "
@@ -139,7 +148,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         which = "; pass the optimizer that this scheduler drives" if isinstance(inner, torch.optim.Optimizer) else ""
         raise CaptureError(
-            f"optimizer is {shown(optimizer)}, expected a torch optimizer or a name such as 'adamw'{which}"
+            f"{name} is {shown(optimizer)}, expected a torch optimizer, a list of them or a name such as 'adamw'{which}"
         )
     return optimizer
 
@@ -180,19 +189,18 @@ def optimizer_state_bytes(optimizer: Optimizer, parameters: Iterable[nn.Paramete
         for parameter in group["params"]:
             if id(parameter) not in wanted:
                 continue
-            state = each.state.get(parameter)
-            if state:
+            state = each.state.get(parameter, {})
+            if any(isinstance(value, torch.Tensor) for value in state.values()):  # else its first step is to come
                 num_bytes = sum(_bytes_on(parameter.device, value) for value in state.values())
             else:
                 key = (parameter.dtype, parameter.device.type, parameter.dim())
                 if key not in tried:
-                    tried[key] = _tried_out(each, group, parameter)
+                    tried[key] = _kept_for(each, group, parameter)
                 num_bytes = sum(form.num_bytes(parameter) for form in tried[key])
             found[id(parameter)] = found.get(id(parameter), 0) + num_bytes
-    if wanted and each_of(optimizer) and not found:
-        raise CaptureError(
-            "the optimizer has none of this model's parameters; pass the one made from model.parameters()"
-        )
+    if wanted and not found and any(group["params"] for _, group in _with_groups(optimizer)):
+        which = "the optimizer has none" if len(each_of(optimizer)) == 1 else "none of the optimizers has any"
+        raise CaptureError(f"{which} of this model's parameters; pass the one made from model.parameters()")
     return found
 
 
@@ -201,6 +209,12 @@ def trains(optimizer: Optimizer, model: nn.Module) -> bool:
     own = set(map(id, model.parameters()))
     groups = [group for _, group in _with_groups(optimizer)]
     return not groups or any(id(parameter) in own for group in groups for parameter in group["params"])
+
+
+def has_all(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether all that a model trains is known to be stepped by optimizers that are given themselves."""
+    held = {id(parameter) for _, group in _with_groups(optimizer) for parameter in group["params"]}
+    return all(id(parameter) in held for parameter in model.parameters() if parameter.requires_grad)
 
 
 def existing_state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -231,18 +245,24 @@ def optimizer_step_bytes(optimizer: Optimizer, parameters: Iterable[nn.Parameter
 
 def _step_bytes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], parameters: list[nn.Parameter]) -> int:
     """Of one group of parameters: a share of all of them where the optimizer works on them at once, and of the largest
-    where it takes one after the other. Steps of two and of three equal tensors tell both shares.
+    where it takes one after the other. Steps of two and of three equal tensors tell both shares, for each proportion.
     """
-    like, sizes = max(parameters, key=lambda p: p.nbytes), [p.numel() * p.element_size() for p in parameters]
-    try:
-        of_two, of_three = (_temporary_bytes(make, like, num_tensors) for num_tensors in (2, 3))
-    except (*_FAILURES, CaptureError):
-        return max(sizes) * 2  # as torch's own for one tensor after the other
-    of_all = max(0, of_three - of_two)
-    of_largest = max(0, of_two - 2 * of_all)
-    return math.ceil(
-        (of_all * sum(sizes) + of_largest * max(sizes)) / (_tried_shape(like).numel() * like.element_size())
-    )
+    alike = defaultdict[tuple[torch.Size, torch.dtype], list[int]](list)
+    for parameter in parameters:
+        alike[_tried_shape(parameter), parameter.dtype].append(parameter.numel() * parameter.element_size())
+    of_all, of_largest = 0.0, 0.0
+    for (shape, dtype), sizes in alike.items():
+        try:
+            of_two, of_three = (
+                _temporary_bytes(make, shape, dtype, parameters[0].device, num_tensors) for num_tensors in (2, 3)
+            )
+        except (*FAILURES, CaptureError):
+            of_largest = max(of_largest, 2 * max(sizes))  # as torch's own for one tensor after the other
+            continue
+        tried_bytes, of_each = shape.numel() * dtype.itemsize, max(0, of_three - of_two)
+        of_all += of_each * sum(sizes) / tried_bytes
+        of_largest = max(of_largest, max(0, of_two - 2 * of_each) * max(sizes) / tried_bytes)
+    return math.ceil(of_all + of_largest)
 
 
 def _tried_shape(like: nn.Parameter) -> torch.Size:
@@ -255,16 +275,19 @@ def _tried_shape(like: nn.Parameter) -> torch.Size:
 
 
 def _temporary_bytes(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], like: nn.Parameter, num_tensors: int
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_tensors: int,
 ) -> int:
     """What a step of an optimizer for so many tensors takes."""
-    shape = _tried_shape(like)
-    tensors = [nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device)) for _ in range(num_tensors)]
+    tensors = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for _ in range(num_tensors)]
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
     optimizer, found = make(tensors), 0
     for _ in range(2):  # the first one makes the state
-        with Meter(like.device, search=False) as meter:
+        with Meter(device, search=False) as meter:
             gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
             for each in (*tensors, *gradients, *_state_of(optimizer)):
                 meter.see(each)
@@ -319,7 +342,7 @@ def with_updates(chain: Chain, model: nn.Module, split: Split, optimizer: Optimi
         stages.append(own)
     try:
         found = list(updates_of(optimizer, stages))
-    except _FAILURES:
+    except FAILURES:
         return chain
     pairs = zip(chain.stages, found, strict=True)
     return replace(chain, stages=tuple(replace(stage, update_seconds=each.seconds) for stage, each in pairs))
@@ -362,19 +385,21 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def like_of(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings for other parameters."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in group.items() if name in optimizer.defaults and name in accepted}
-    own = {name: value for name, value in group.items() if name not in _FROM_OTHERS}
-    try:
-        return type(optimizer)([{**own, "params": parameters}], **settings)
-    except _FAILURES:  # it makes groups of parameters itself
-        return type(optimizer)(parameters, **settings)
+    """An optimizer of the same kind and settings for other parameters; its steps leave the group as it is."""
+    accepted, apart = inspect.signature(type(optimizer)).parameters, ("params", "param_names")
+    own = {name: value for name, value in group.items() if name not in apart}
+    own = tree_map_only(torch.Tensor, torch.clone, own)  # and lists and dicts are others
+    settings = {name: value for name, value in own.items() if name in optimizer.defaults and name in accepted}
+    plain = {name: value for name, value in own.items() if name not in _OF_SCHEDULERS}
+    for given in ([{**own, "params": parameters}], [{**plain, "params": parameters}]):
+        with suppress(*FAILURES):
+            return type(optimizer)(given, **settings)
+    return type(optimizer)(parameters, **settings)  # it makes groups itself
 
 
 def _bytes_on(device: torch.device, value: Any) -> int:
-    on_device = isinstance(value, torch.Tensor) and value.device == device
-    return value.numel() * value.element_size() if on_device else 0
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.device == device]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 # The sizes of a parameter on which an optimizer is tried out: each tells which side of the parameter a state has.
@@ -404,6 +429,16 @@ class _StateForm:
         return self.element_bytes * self.others * math.prod(parameter.shape[side] for side in self.sides)
 
 
+def _kept_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> list[_StateForm]:
+    """What an optimizer will keep for a parameter for which it has nothing yet."""
+    try:
+        return _tried_out(optimizer, group, like)
+    except CaptureError:
+        if any(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values()):
+            return []  # it has made a step, and keeps nothing for this parameter
+        raise
+
+
 def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> list[_StateForm]:
     """What such an optimizer keeps for a parameter of so many dimensions, found by one step of a tiny one."""
     sizes = [_TRIED_SIZES[axis % len(_TRIED_SIZES)] for axis in range(like.dim())]
@@ -412,10 +447,10 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     try:
         tiny = like_of(optimizer, group, [trial])
         tiny.step()
-    except _FAILURES:
+    except FAILURES:
         raise CaptureError(
             f"cannot tell how much state {type(optimizer).__name__} keeps before its first step; "
-            "call fit after a step, or pass the name of a kind of optimizer"
+            "pass the name of a kind of optimizer, or call fit after a step"
         ) from None
     values: Sequence[Any] = list(tiny.state[trial].values())
     return [_StateForm.of(value, trial) for value in values if _bytes_on(like.device, value)]

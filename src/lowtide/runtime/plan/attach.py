@@ -17,7 +17,7 @@ from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import check_can_move, steps_alone
 from lowtide.runtime.graphs.pool import Pool
 from lowtide.runtime.graphs.steps import GraphedSteps
-from lowtide.runtime.measure.weights import Optimizer, like_of, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, like_of, optimizer_of
 from lowtide.runtime.model.interception import refuse_scripted
 from lowtide.runtime.model.split import Split, StageSplit, Unit
 from lowtide.runtime.plan.plan import Part, Plan, attached_plan
@@ -78,7 +78,7 @@ def attach(
     """
     check_is_model(model)
     check_switches(strict=strict, spot_checks=spot_checks, cuda_graphs=cuda_graphs)
-    optimizer = unwrapped(optimizer)
+    optimizer = optimizer_of(model, optimizer)
     chain = solution.chain if isinstance(solution, Solution) else None
     schedule = solution.schedule if isinstance(solution, Solution) else as_schedule(solution)
     if not isinstance(split, Split | None):

@@ -18,7 +18,7 @@ from lowtide.progress import DelayedProgress, check_progress
 from lowtide.runtime.compile.compiled import Compilation
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.stepping import check_can_move
-from lowtide.runtime.measure.weights import Optimizer, unwrapped
+from lowtide.runtime.measure.weights import Optimizer, optimizer_of
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.plan.attach import (
     check_can_graph,
@@ -68,7 +68,7 @@ def load_plan(
     """
     check_progress(progress, may_switch=True)
     check_switches(cuda_graphs=cuda_graphs)
-    values, optimizer = read_json(path, PlanError), unwrapped(optimizer)
+    values = read_json(path, PlanError)
     try:
         with DelayedProgress(enabled=progress is not False, always=progress is True) as bar:
             return plan_from_dict(
@@ -96,6 +96,7 @@ def plan_from_dict(
 ) -> Plan:
     """Attach a plan from its plain data; see `load_plan`."""
     check_is_model(model)
+    optimizer = optimizer_of(model, optimizer)
     if not isinstance(values, Mapping):
         raise PlanError(f"a plan is a JSON object, not {shown(values)}")
     if values.get("format") != FORMAT:

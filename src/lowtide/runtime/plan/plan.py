@@ -148,7 +148,7 @@ class Observed:
     """What real steps have shown so far.
 
     Args:
-        optimizer: the one, or those, that step the model's parameters; None: not all of them have been stepped.
+        optimizer: the one, or those, that step the model's parameters; None: they do not have all of them.
         grads_resident: gradients were there when a forward began.
         exceeded: the part under which a step took more than its budget; None: none did.
         peak_bytes: what that step took.

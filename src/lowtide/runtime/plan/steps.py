@@ -31,7 +31,7 @@ class RealSteps:
     """Watches a model while it trains.
 
     On CUDA the allocator has the figures. On the CPU some steps are measured, from the model's forward to the end of
-    the optimizer's step (of the last one's, where several make it), or to the next forward.
+    the optimizer's step, or to the next forward. Where several optimizers step, each of them ends what is counted.
 
     Args:
         model: the model.
@@ -70,15 +70,17 @@ class RealSteps:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer, of this model or of another, has made a step."""
-        if optimizer not in self._optimizers and optimizer not in self._strangers:
+        is_new = optimizer not in self._optimizers and optimizer not in self._strangers
+        if is_new:
             model = self._model()
             trained = set[int]() if model is None else set(map(id, model.parameters()))
             is_ours = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
             (self._optimizers if is_ours else self._strangers).add(optimizer)
         if optimizer in self._optimizers:
+            self._note()
             self._have_stepped.add(optimizer)
-            if len(self._have_stepped) == len(self._optimizers):
-                self.end()
+            if not is_new and len(self._have_stepped) == len(self._optimizers):  # else others may follow
+                self._meter.close()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -140,7 +142,11 @@ class RealSteps:
         self._result_bytes = max(result_bytes, self._result_bytes or 0)
 
     def note(self) -> None:
-        """Another forward begins: what was measured so far was a step, or a part of one."""
+        """Another forward begins: what was measured was a step, or a part of one, if no optimizer has ended it."""
+        if not self._have_stepped:
+            self._note()
+
+    def _note(self) -> None:
         if self._meter.peak_bytes is not None:
             self._peak_bytes = max(self._meter.peak_bytes, self._peak_bytes or 0)
 
