@@ -104,9 +104,9 @@ def fit(
         host_memory_budget: bytes of host memory for offloaded values; None: what is free, minus a reserve. Only what
             the schedule needs is taken.
         optimizer: the optimizer, a list of those that share the model's parameters (Muon and AdamW), or its kind such
-            as `"adamw"`; its state counts. None: room for Adam's state. With one optimizer for all parameters,
-            weights, gradients and optimizer state live on the host and are fetched when they are
-            needed, where nothing else stays within the budget or, on CUDA, trial steps show that it is faster.
+            as `"adamw"`; its state counts. None: room for Adam's state. With the optimizer itself, and one for all
+            parameters, weights, gradients and optimizer state live on the host and are fetched when they are needed,
+            where nothing else stays within the budget or, on CUDA, trial steps show that it is faster.
         loss: what the training loop computes from the model's result; None: the loss in the result, or nothing.
         stages: the stages by hand, see `lowtide.measure`.
         grads_resident: gradients are accumulated over several calls.

@@ -112,7 +112,7 @@ def largest_batch(
     """Search the largest batch that trains within a memory budget.
 
     Each size is tried as `fit` would: measured, solved and tried in a step. The model is not changed. As with `fit`,
-    weights may move to the host only if `optimizer` is the optimizer itself; with its name they stay on the device.
+    weights may move to the host only if `optimizer` is one optimizer itself; with its name they stay on the device.
 
     Args:
         model: the model, on the device where it is trained.

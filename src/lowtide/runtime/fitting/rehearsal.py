@@ -47,7 +47,7 @@ class TrainingStep:
     Args:
         sample: what the model is called with.
         loss: makes a loss of its result; None: the result is one, or contains one, or all of it counts.
-        optimizer: the optimizer, or its kind.
+        optimizer: the optimizer, several, or its kind.
         grads_resident: whether gradients are there from the beginning.
         keeps_result: whether the model's result is in hand while backward runs.
         kept_bytes: what is in hand of the last result until the next one is there, as in `output = model(x)`.
