@@ -58,7 +58,7 @@ _TRIED_BYTES_ELSEWHERE = 2**12
 Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | str | None
 
 # What constructors and steps raise that do not work with what they are tried on.
-FAILURES = (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
+_FAILURES = (TypeError, RuntimeError, ValueError, AttributeError, LookupError, AssertionError)
 
 # What learning-rate schedulers put into groups, which not all constructors take.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -256,7 +256,7 @@ def _step_bytes(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], par
             of_two, of_three = (
                 _temporary_bytes(make, shape, dtype, parameters[0].device, num_tensors) for num_tensors in (2, 3)
             )
-        except (*FAILURES, CaptureError):
+        except (*_FAILURES, CaptureError):
             of_largest = max(of_largest, 2 * max(sizes))  # as torch's own for one tensor after the other
             continue
         tried_bytes, of_each = shape.numel() * dtype.itemsize, max(0, of_three - of_two)
@@ -342,7 +342,7 @@ def with_updates(chain: Chain, model: nn.Module, split: Split, optimizer: Optimi
         stages.append(own)
     try:
         found = list(updates_of(optimizer, stages))
-    except FAILURES:
+    except _FAILURES:
         return chain
     pairs = zip(chain.stages, found, strict=True)
     return replace(chain, stages=tuple(replace(stage, update_seconds=each.seconds) for stage, each in pairs))
@@ -392,7 +392,7 @@ def like_of(
     settings = {name: value for name, value in own.items() if name in optimizer.defaults and name in accepted}
     plain = {name: value for name, value in own.items() if name not in _OF_SCHEDULERS}
     for given in ([{**own, "params": parameters}], [{**plain, "params": parameters}]):
-        with suppress(*FAILURES):
+        with suppress(*_FAILURES):
             return type(optimizer)(given, **settings)
     return type(optimizer)(parameters, **settings)  # it makes groups itself
 
@@ -447,7 +447,7 @@ def _tried_out(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     try:
         tiny = like_of(optimizer, group, [trial])
         tiny.step()
-    except FAILURES:
+    except _FAILURES:
         raise CaptureError(
             f"cannot tell how much state {type(optimizer).__name__} keeps before its first step; "
             "pass the name of a kind of optimizer, or call fit after a step"
