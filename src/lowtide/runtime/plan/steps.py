@@ -70,8 +70,7 @@ class RealSteps:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer, of this model or of another, has made a step."""
-        is_new = optimizer not in self._optimizers and optimizer not in self._strangers
-        if is_new:
+        if optimizer not in self._optimizers and optimizer not in self._strangers:
             model = self._model()
             trained = set[int]() if model is None else set(map(id, model.parameters()))
             is_ours = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
@@ -79,7 +78,7 @@ class RealSteps:
         if optimizer in self._optimizers:
             self._note()
             self._have_stepped.add(optimizer)
-            if not is_new and len(self._have_stepped) == len(self._optimizers):  # else others may follow
+            if len(self._have_stepped) == len(self._optimizers):  # all that have stepped so far
                 self._meter.close()
 
     @property
