@@ -48,7 +48,7 @@ class BudgetComparison:
 
         None where nothing fits.
         """
-        feasible = [outcome for outcome in self.outcomes if outcome.feasible and find(outcome.strategy).executable]
+        feasible = [each for each in self.outcomes if each.feasible and not find(each.strategy).manages_weights]
         return min(feasible, key=lambda outcome: (outcome.seconds, outcome.peak_bytes), default=None)
 
 

@@ -136,7 +136,7 @@ def _print(comparison: Comparison) -> None:
         f"store-all: {format_seconds(comparison.store_all_seconds)} a step, {format_bytes(comparison.store_all_bytes)}"
     )
     outcomes = comparison.budgets[0].outcomes
-    names = [outcome.strategy + ("" if find(outcome.strategy).executable else " (1)") for outcome in outcomes]
+    names = [outcome.strategy + (" (1)" if find(outcome.strategy).manages_weights else "") for outcome in outcomes]
     leasts = [format_bytes(outcome.minimum_bytes) for outcome in outcomes]
     columns = [_column(budget, comparison.store_all_seconds) for budget in comparison.budgets]
     for part in _parts([("strategy", names), ("memory", leasts)], columns):

@@ -22,7 +22,7 @@ def command(json: Json = False) -> None:
                 "paper": entry.paper,
                 "moves": entry.moves,
                 "manages_weights": entry.manages_weights,
-                "executable": _is_executed(entry),
+                "executable": entry.executable,
             }
             for entry in REGISTRY.values()
         ]
@@ -42,12 +42,7 @@ def command(json: Json = False) -> None:
     )
 
 
-def _is_executed(entry: Entry) -> bool:
-    """Whether training can follow its schedules: of those that move weights, the ones that list their updates."""
-    return entry.executable or entry.lists_updates
-
-
 def _described(entry: Entry) -> str:
-    where = "executed where asked for, or by lowtide.fit where needed" if _is_executed(entry) else "simulated only"
-    summary = entry.summary if entry.executable else f"{entry.summary}; {where}"
+    where = "executed where asked for, or by lowtide.fit where needed" if entry.executable else "simulated only"
+    summary = f"{entry.summary}; {where}" if entry.manages_weights else entry.summary
     return summary if entry.paper == "-" else f"{summary} ({entry.paper})"

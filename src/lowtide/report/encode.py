@@ -91,7 +91,7 @@ def encode(
                 "strategy": curve.strategy,
                 "minimum": curve.minimum_bytes,
                 "skipped": curve.num_skipped,
-                "executable": curve.strategy not in REGISTRY or REGISTRY[curve.strategy].executable,
+                "managesWeights": curve.strategy in REGISTRY and REGISTRY[curve.strategy].manages_weights,
                 "tried": curve.tried_bytes if curve.num_skipped else (),
                 "points": [[point.peak_bytes, point.seconds] for point in curve.points],
             }

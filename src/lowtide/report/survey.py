@@ -176,7 +176,7 @@ def _points(solved: _Solve, name: str, budgets: Sequence[int], patience_seconds:
 
 def _names(chain: Chain, bandwidth: int, strategies: Sequence[str]) -> list[str]:
     if not strategies:
-        return [entry.name for entry in applicable(chain, bandwidth) if entry.executable]
+        return [entry.name for entry in applicable(chain, bandwidth, manage_weights=False)]
     entries = [find(name) for name in dict.fromkeys(strategies) if name != AUTO]
     for entry in entries:
         if entry.moves and not bandwidth:

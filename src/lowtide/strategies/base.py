@@ -151,10 +151,8 @@ class Entry:
 
     @property
     def executable(self) -> bool:
-        """Whether `auto` may take it. Of the others, those with `lists_updates` are executed where they are asked for;
-        the rest can be simulated only.
-        """
-        return not self.manages_weights
+        """Whether training can follow its schedules; the others can be simulated only."""
+        return not self.manages_weights or self.lists_updates
 
     def make(self, **settings: Any) -> Strategy:
         """Make the strategy with these settings; ignores None, and settings that the strategy does not have."""

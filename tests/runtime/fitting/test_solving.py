@@ -19,6 +19,7 @@ from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting import solving
 from lowtide.runtime.fitting.solving import (
     Settings,
+    leanest_of,
     leanest_solution,
     solution_for,
     solved_for_executor,
@@ -44,6 +45,20 @@ def a_rock_and_dust() -> Chain:
     dust = [Stage(f"dust{k}", 20e-6, 40e-6, output_bytes=1, saved_bytes=11) for k in range(20)]
     rock = Stage("rock", 20 * 20.2e-6, 1e-3, output_bytes=1, saved_bytes=211)
     return Chain("dusty", [rock, *dust, Stage("loss", 20e-6, 20e-6, output_bytes=1, saved_bytes=1)], input_bytes=1)
+
+
+def test_the_least_budget_is_asked_for_until_it_works_and_not_without_end() -> None:
+    leasts = {1: 5, 5: 9}
+
+    def solved(memory_budget: int) -> int:
+        if memory_budget in leasts:
+            raise lowtide.InfeasibleBudgetError("more", minimum_bytes=leasts[memory_budget])
+        return memory_budget
+
+    assert leanest_of(solved) == 9  # type: ignore[arg-type, comparison-overlap]
+    leasts[9] = 9  # a solver that names what does not work for it
+    with pytest.raises(lowtide.InfeasibleBudgetError, match="more"):
+        leanest_of(solved)  # type: ignore[arg-type]
 
 
 def test_one_stage_is_run_again_rather_than_many_that_gain_next_to_nothing() -> None:

@@ -258,7 +258,7 @@ class StrategyTable {
       bar.style.width = `${Math.min(100, Math.max(0, (100 * (point[1] - plain)) / (full - plain || 1)))}%`;
     }
     this.hint(body, "Tried at few budgets only, for lack of time, and dashed", (curve) => curve.skipped);
-    this.hint(body, "Moves weights; auto does not try it", (curve) => !curve.executable);
+    this.hint(body, "Moves weights; auto does not try it", (curve) => curve.managesWeights);
   }
 
   hint(body, words, applies) {

@@ -33,14 +33,7 @@ from lowtide.runtime.meter import Meter, settled
 from lowtide.runtime.model.containers import Held, build, template
 from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.sample import Sample
-from lowtide.runtime.plan.attach import (
-    check_can_graph,
-    check_is_model,
-    check_switches,
-    device_of,
-    tier_for,
-    tier_on,
-)
+from lowtide.runtime.plan.attach import check_can_graph, check_is_model, check_switches, device_of, tier_for, tier_on
 from lowtide.runtime.plan.load import plan_from_dict
 from lowtide.runtime.plan.placing import Placed, comes_from_cpu, device_to_use, move
 from lowtide.runtime.plan.plan import Observed, Part, Plan, attached_plan

@@ -50,7 +50,6 @@ _LEFT = 0.95
 # An activation is some storages, each of which takes whole blocks of the lower tier: so many blocks more at the most.
 _PIECES = 32
 
-
 # The leanest schedule is sought for two links, one so many times slower: values that are fetched early have room during
 # passes, but not beside an optimizer's step. Of five networks one needed 8 % less with the slow link, one 2 % less with
 # the other; more speeds gave nothing.

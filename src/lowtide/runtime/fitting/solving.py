@@ -108,6 +108,8 @@ def leanest_of(solved: Callable[..., Solution]) -> Solution:
         try:
             return solved(memory_budget=least)
         except InfeasibleBudgetError as error:  # of a schedule that the host has no room for, where one is found there
+            if error.minimum_bytes <= least:  # it would be asked for without end
+                raise
             least = error.minimum_bytes
 
 

@@ -12,7 +12,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.runtime.measure.weights import Optimizer
+from lowtide.runtime.measure.weights import Optimizer, has_all, trains
 from lowtide.runtime.meter import StepMeter, held_bytes
 
 # On the CPU the first steps are measured: the first optimizer step makes its state, the second shows what stays. Later
@@ -72,8 +72,7 @@ class RealSteps:
         """An optimizer, of this model or of another, has made a step."""
         if optimizer not in self._optimizers and optimizer not in self._strangers:
             model = self._model()
-            trained = set[int]() if model is None else set(map(id, model.parameters()))
-            is_ours = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
+            is_ours = model is not None and trains(optimizer, model)
             (self._optimizers if is_ours else self._strangers).add(optimizer)
         if optimizer in self._optimizers:
             self._note()
@@ -85,11 +84,7 @@ class RealSteps:
     def optimizer(self) -> Optimizer:
         """The one, or those, that step the model's parameters; None: they do not have all of them."""
         model, found = self._model(), tuple(self._optimizers)
-        if model is None:
-            return None
-        held = {id(parameter) for each in found for group in each.param_groups for parameter in group["params"]}
-        trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        if not found or not trained <= held:
+        if model is None or not found or not has_all(found, model):
             return None
         return found if len(found) > 1 else found[0]
 
