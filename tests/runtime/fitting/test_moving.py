@@ -325,7 +325,8 @@ def test_the_least_host_memory_does_not_depend_on_measured_times(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [InfeasibleBudgetError("host_memory_budget is too small", minimum_bytes=1), ExecutionError("no room")]
+    "error",
+    [partial(InfeasibleBudgetError, "host memory is too small", minimum_bytes=1), partial(ExecutionError, "no room")],
 )
 def test_training_goes_on_where_there_is_no_other_schedule(error, monkeypatch):
     """A loop that holds more than the budget has room for, and a host that has none for a leaner schedule."""
@@ -333,11 +334,11 @@ def test_training_goes_on_where_there_is_no_other_schedule(error, monkeypatch):
     plan, optimizer = fitted(blocks, resident_bytes(blocks) // 2)
 
     def fail(*_: Any) -> None:
-        raise error
+        raise error()
 
     monkeypatch.setattr(plan._planner, "part_for", fail)
     held = torch.zeros(resident_bytes(blocks), dtype=torch.uint8)
-    with plan, pytest.warns(lowtide.LowtideWarning, match=f"planning again failed: {error}; training continues"):
+    with plan, pytest.warns(lowtide.LowtideWarning, match=f"planning again failed: {error()}; training continues"):
         assert_equal(train(plan.model, optimizer, batch(blocks)), expected)
     del held
 

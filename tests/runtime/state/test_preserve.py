@@ -7,6 +7,8 @@ import random
 import weakref
 from argparse import Namespace
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +32,8 @@ def deep(depth: int = 6) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(SHAPE[1], SHAPE[1]), nn.Tanh()) for _ in range(depth)))
 
 
-def step_in_backward(model: nn.Module) -> None:
+@contextmanager
+def step_in_backward(model: nn.Module) -> Iterator[None]:
     """The optimizer's step is taken as soon as a gradient is there."""
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.01, momentum=0.9) for parameter in model.parameters()}
 
@@ -38,25 +41,28 @@ def step_in_backward(model: nn.Module) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in optimizers]
+    yield
+    for hook in hooks:  # else the model stays: hooks of parameters are nothing that a collector sees
+        hook.remove()
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_an_optimizer_that_steps_in_backward_does_not_step_while_planning(before):
     def losses(fitted: bool) -> list[float]:
         model, found = deep(), []
-        if before:
-            step_in_backward(model)
-        if fitted:
-            lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS)
-        if not before:
-            step_in_backward(model)
-        for num_samples in (256, 512, 256):  # the second is planned for in the midst of training
-            torch.manual_seed(num_samples)
-            loss = model(torch.randn(num_samples, SHAPE[1])).square().mean()
-            loss.backward()
-            found.append(loss.item())
+        with ExitStack() as steps:
+            if before:
+                steps.enter_context(step_in_backward(model))
+            if fitted:
+                lowtide.fit(model, torch.zeros(SHAPE), **OPTIONS)
+            if not before:
+                steps.enter_context(step_in_backward(model))
+            for num_samples in (256, 512, 256):  # the second is planned for in the midst of training
+                torch.manual_seed(num_samples)
+                loss = model(torch.randn(num_samples, SHAPE[1])).square().mean()
+                loss.backward()
+                found.append(loss.item())
         return found
 
     assert losses(True) == losses(False)
