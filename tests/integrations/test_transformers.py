@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.runtime.training import left_bytes
 
 import lowtide
-from lowtide.runtime.meter import Meter
 from lowtide.runtime.plan.plan import attached_plan
 
 transformers = pytest.importorskip("transformers")
@@ -86,9 +85,7 @@ def test_the_numbers_are_those_of_plain_training(settings: dict[str, Any], tmp_p
 
 def budget() -> int:
     """Little enough that something is recomputed, beside all tensors that are there now."""
-    gc.collect()
-    with Meter("cpu") as meter:
-        return meter.start_bytes + needed_bytes()
+    return left_bytes() + needed_bytes()
 
 
 @functools.cache

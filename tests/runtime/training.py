@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowtide.runtime.meter import Meter, exclude
+from lowtide.runtime.meter import exclude, held_bytes
 from lowtide.runtime.model.containers import tensors_of
 
 Numbers = dict[str, torch.Tensor]
@@ -74,11 +74,15 @@ def train(
 
 def above_the_least(share: float, least: int, model: nn.Module) -> int:
     """A budget of so many times what a model needs: the least that was named holds all other tensors in memory, too."""
-    gc.collect()
-    with Meter("cpu") as meter:
-        own = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-        others = meter.start_bytes - sum(own.values())
+    own = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    others = left_bytes() - sum(own.values())
     return others + int((least - others) * share)
+
+
+def left_bytes() -> int:
+    """What all tensors take that are there now, those that earlier tests left behind included: meters count them."""
+    gc.collect()
+    return held_bytes()
 
 
 def gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.report.chains import data_of
 from tests.runtime import models
-from tests.runtime.training import assert_equal, batches, train
+from tests.runtime.training import assert_equal, batches, left_bytes, train
 from torch import nn
 
 import lowtide
@@ -56,12 +56,6 @@ def peak_of_steps(model: nn.Module, inputs: list[torch.Tensor]) -> int:
 def budget_of(share: float, shape: tuple[int, int] = SHAPE) -> int:
     """A share of what plain steps take, beside whatever earlier tests left behind: the meter counts that, too."""
     return left_bytes() + int(plain_bytes(shape) * share)
-
-
-def left_bytes() -> int:
-    gc.collect()
-    with Meter("cpu") as meter:
-        return meter.live_bytes
 
 
 @functools.cache
@@ -264,9 +258,7 @@ def test_it_can_be_looked_at(tmp_path):
 
 
 def test_models_with_glue_and_a_loss_inside():
-    gc.collect()
-    with Meter("cpu") as meter:
-        others = meter.start_bytes  # what other tests have left in this process
+    others = left_bytes()
     ids = torch.randint(0, 13, (4, 16), generator=torch.Generator().manual_seed(1))
     plain, model = models.tangle(width=32, depth=4), models.tangle(width=32, depth=4)
     sample = {"ids": ids, "labels": ids}
