@@ -22,6 +22,7 @@ from lowtide.runtime.execute.weights import Weights
 from lowtide.runtime.model.call_site import is_compiled
 from lowtide.runtime.model.processes import is_distributed
 from lowtide.runtime.model.split import Split
+from lowtide.runtime.model.tables import Tables
 from lowtide.runtime.replay.staged import StageLayout
 from lowtide.runtime.state.environment import Environment, Together, is_buffer_of
 from lowtide.runtime.state.rng import Generators, GeneratorWatch
@@ -123,10 +124,10 @@ class Machine:
         self._modules = self._modules_by_stage(split)
         self._first_parameter: nn.Parameter | None = None
         self._storages: dict[int, set[int]] = {}
-        self._parameter_tables = {k: [module._parameters for _, module in each] for k, each in self._modules.items()}
+        self._parameters = {k: Tables(module._parameters for _, module in each) for k, each in self._modules.items()}
         self._compiled = {k for k, each in self._modules.items() if any(is_compiled(module) for _, module in each)}
         self._environments = self._environments_by_stage()
-        self._buffer_tables = [module._buffers for module in model.modules()]
+        self._buffer_tables = Tables(module._buffers for module in model.modules())
         self._buffer_tables_of: dict[int, list[dict[str, torch.Tensor | None]]] = {}
         self._buffers: list[int] = []
         self._buffer_names: dict[int, str] = {}
@@ -136,14 +137,13 @@ class Machine:
 
     def refresh(self) -> None:
         """Look at the model's parameters and buffers again where they are other objects than before."""
-        buffers = list(map(id, chain.from_iterable(map(dict.values, self._buffer_tables))))
-        if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
-            self._buffers = buffers
-            self._buffer_tables_of.clear()
-            self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
-        first = next(self.model.parameters(), None)
-        if first is not self._first_parameter:
-            self._first_parameter = first
+        if self.program.taped:  # else nobody asks for buffers
+            buffers = list(map(id, self._buffer_tables.entries()))
+            if buffers != self._buffers:  # by address: a buffer that a forward replaces is not kept alive
+                self._buffers = buffers
+                self._buffer_tables_of.clear()
+                self._buffer_names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        if self._storages and next(self.model.parameters(), None) is not self._first_parameter:
             self._storages.clear()
 
     def _environments_by_stage(self) -> dict[int, Environment]:
@@ -175,7 +175,7 @@ class Machine:
 
     def parameters_of(self, k: int) -> list[nn.Parameter]:
         """The parameters of stage k, as they are now."""
-        return [p for p in chain.from_iterable(map(dict.values, self._parameter_tables[k])) if p is not None]
+        return [p for p in self._parameters[k].entries() if p is not None]
 
     def environment_of(self, k: int) -> Environment | None:
         """What stage k may read or change besides its inputs; None: no stage is recomputed, so it does not matter."""
@@ -206,6 +206,8 @@ class Machine:
         known = self._storages.get(k)
         if known is not None:
             return known
+        if not self._storages:
+            self._first_parameter = next(self.model.parameters(), None)
         tensors: list[torch.Tensor] = []
         for _, module in self._modules[k]:
             tensors += [tensor for tensor in module._buffers.values() if tensor is not None]

@@ -11,7 +11,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from operator import attrgetter, is_
 from types import TracebackType
 from typing import Any, Protocol
@@ -471,18 +470,19 @@ class Plan:
 
     def _end_step(self) -> None:
         """Note what the last step took, and free what it has left where its backward did not end."""
-        part = self._part
-        self._note_peak()
+        part, peak_bytes = self._part, self._note_peak()
         if part.num_steps == self._num_ended:
             drop_aborted_backward()
-        part.peak_bytes = max(part.peak_bytes, self._peak_bytes() or 0)
+        part.peak_bytes = max(part.peak_bytes, peak_bytes)
         if part.memory_budget is not None and part.peak_bytes > part.memory_budget:
             self._steps.forget()  # it is not the peak of the part that the next call may be for
 
-    def _note_peak(self) -> None:
-        """Note what steps took until now: another part, or another plan, is about steps of its own."""
+    def _note_peak(self) -> int:
+        """Note, and return, what steps took until now: another part, or another plan, is about steps of its own."""
         self._steps.note()
-        self._most_bytes = max(self._most_bytes, self._peak_bytes() or 0)
+        peak_bytes = self._peak_bytes() or 0
+        self._most_bytes = max(self._most_bytes, peak_bytes)
+        return peak_bytes
 
     def _peak_bytes(self) -> int | None:
         """The most that real steps took; the pool of graphs is in use all the time."""
@@ -535,7 +535,7 @@ class Plan:
             return False
         if part.execution.weights is not None:  # they leave the device when a forward begins
             return False
-        if all(map(is_, map(_grad, self._leaves), repeat(None))):
+        if list(map(_grad, self._leaves)) == self._no_gradients:  # None is None: nothing is compared
             return False
         chain, largest = self.chain, max((p.numel() * p.element_size() for p in self._parameters), default=0)
         if chain is not None and not chain.grads_resident:
@@ -549,6 +549,7 @@ class Plan:
         self._registered, self._parameters = registered, list(self.model.parameters())
         # torch warns of whoever asks for the gradient of a result of other tensors (functional_call)
         self._leaves = list(filter(_is_leaf, self._parameters))
+        self._no_gradients = [None] * len(self._leaves)
 
     def _check_parameters(self) -> None:
         """Refuse a model that was moved, or has other parts: nothing measured holds for it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter, is_, le
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from lowtide.errors import PlanError
 from lowtide.runtime.model.sample import values_in
+from lowtide.runtime.model.tables import Tables
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -175,16 +175,13 @@ class Structure:
 
     def _look(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._tables = [module._modules for module in self._modules.values()]
-        self._parameter_tables = [module._parameters for module in self._modules.values()]
-        self._then = self._now()
-
-    def _now(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+        self._submodules = Tables(module._modules for module in self._modules.values())
+        self._parameters = Tables(module._parameters for module in self._modules.values())
+        self._then = self._submodules.entries()
 
     def parameters(self) -> list[nn.Parameter | None]:
         """All parameters, quickly; one that modules share appears several times."""
-        return list(chain.from_iterable(map(dict.values, self._parameter_tables)))
+        return self._parameters.entries()
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose submodules have changed; new names for the same ones are fine.
@@ -192,7 +189,7 @@ class Structure:
         Raises:
             PlanError: with the path of one that was added, replaced or removed.
         """
-        now = self._now()
+        now = self._submodules.entries()
         if len(now) == len(self._then) and all(map(is_, now, self._then)):
             return
         known, modules = set(map(id, self._modules.values())), dict(model.named_modules())
