@@ -253,20 +253,21 @@ def write_results(
 ) -> None:
     """Write STEM.json, STEM.md and, where matplotlib is there, STEM.png; each replaced as a whole.
 
-    `written_files` then says which of them there are.
+    Results of several runs end with the list of them. `written_files` then says which files there are.
 
     Args:
         folder: made where it does not exist.
         stem: the files' name without its ending.
         values: for the JSON file.
-        lines: of the table.
+        lines: of the table, with the `heading` of its facts.
         draw: is handed matplotlib's pyplot and returns a figure, or None where there is nothing to show; None: no
             figure.
     """
     endings = _ENDINGS[folder / stem] = [".json", ".md"]
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / f"{stem}.json", (json.dumps(values, indent=1) + "\n").encode())
-    _replace(folder / f"{stem}.md", ("\n".join(lines) + "\n").encode())
+    text = "\n".join([*lines, *_run_lines(values.get("facts", {}), follows_blank=not lines or not lines[-1])])
+    _replace(folder / f"{stem}.md", (text + "\n").encode())
     if draw is not None and version_of("matplotlib") is not None:
         import matplotlib
 
@@ -311,10 +312,19 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def heading(facts: dict[str, Any]) -> str:
-    """One line that says where figures come from."""
+    """One line that says where figures come from; `write_results` lists earlier runs at the end."""
     versions = f"torch {facts['torch']}, lowtide {facts['lowtide']}"
-    earlier = "".join(f"; {run['date']} (`{run['command']}`)" for run in facts.get("earlier", ()))
+    number = len(facts.get("earlier", ()))
+    earlier = f", and {number} earlier run{'s' * (number > 1)}, listed at the end of the report" if number else ""
     return f"{facts['machine']}, {versions}, {facts['date']} (`{facts['command']}`){earlier}."
+
+
+def _run_lines(facts: dict[str, Any], *, follows_blank: bool) -> list[str]:
+    """The last section of a report: a line for each run, the newest first; nothing for a single run."""
+    if not facts.get("earlier"):
+        return []
+    runs = [f"- {run['date']}: `{run['command']}`" for run in (facts, *facts["earlier"])]
+    return [*([] if follows_blank else [""]), "## Runs", "", *runs]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

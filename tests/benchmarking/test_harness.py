@@ -59,6 +59,30 @@ def test_a_picture_is_named_where_there_is_one(tmp_path):
     assert harness.written_files(tmp_path, stem) == f"{tmp_path / stem}.json and .md"
 
 
+NEWEST = {"machine": "H200", "torch": "2.11", "lowtide": "0.1", "date": "today", "command": "newest --resume"}
+EARLIER = [{"date": "yesterday", "command": "second"}, {"date": "before", "command": "first"}]
+
+
+def test_a_heading_is_of_the_newest_run_alone():
+    assert harness.heading(NEWEST) == "H200, torch 2.11, lowtide 0.1, today (`newest --resume`)."
+    one, two = (harness.heading({**NEWEST, "earlier": EARLIER[:number]}) for number in (1, 2))
+    assert one.endswith("today (`newest --resume`), and 1 earlier run, listed at the end of the report.")
+    assert two.endswith("today (`newest --resume`), and 2 earlier runs, listed at the end of the report.")
+
+
+@pytest.mark.parametrize("lines", [["a table"], ["a table", ""]])
+def test_a_report_of_several_runs_ends_with_all_of_them(lines, tmp_path):
+    harness.write_results(tmp_path, "any", {"facts": {**NEWEST, "earlier": EARLIER}}, lines)
+    runs = ["- today: `newest --resume`", "- yesterday: `second`", "- before: `first`"]
+    assert (tmp_path / "any.md").read_text().splitlines() == ["a table", "", "## Runs", "", *runs]
+
+
+@pytest.mark.parametrize("facts", [NEWEST, {**NEWEST, "earlier": []}])
+def test_a_report_of_one_run_has_no_list(facts, tmp_path):
+    harness.write_results(tmp_path, "any", {"facts": facts}, ["a table"])
+    assert (tmp_path / "any.md").read_text() == "a table\n"
+
+
 @pytest.mark.parametrize("command", ["benchmarks.solvers", "papers.weights"])
 def test_help_shows_how_a_command_is_called(command, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [command, "--help"])
