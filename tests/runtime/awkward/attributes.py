@@ -104,6 +104,7 @@ class Unregistered(nn.Module):
         super().__init__()
         self.linear, self.way = nn.Linear(NARROW, NARROW), way
         self.average, self.carried, self.pair, self.table = torch.zeros(NARROW), None, (0, 1.0), {"factor": 1.0}
+        self.counts = numpy.ones(3)
 
     def forward(self, x):
         y = torch.tanh(self.linear(x))
@@ -132,6 +133,15 @@ class Unregistered(nn.Module):
     def in_a_dict(self, y):
         self.table["factor"] *= 0.5
         return self.table["factor"]
+
+    def in_an_array(self, y):
+        self.counts[1:] *= 0.5
+        return float(self.counts[1])
+
+    def in_another_array(self, y):
+        self.counts = numpy.append(self.counts, 0.5 * self.counts[-1])
+        self.counts[0] += 1
+        return float(self.counts[0] * self.counts[-1])
 
     def made_in_the_first_call(self, y):
         self.num_calls = getattr(self, "num_calls", 0) + 1

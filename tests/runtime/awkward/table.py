@@ -133,6 +133,8 @@ ATTRIBUTES = [
             "with_its_graph",
             "in_a_tuple",
             "in_a_dict",
+            "in_an_array",
+            "in_another_array",
             "made_in_the_first_call",
         )
     ),

@@ -135,6 +135,28 @@ def test_generators_inside_objects_among_the_arguments_give_what_they_give_witho
     assert ends[0] == ends[1]
 
 
+class Counted(nn.Module):
+    """Counts the calls of its layers in an array, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.counts = deep(4), numpy.zeros(4)
+
+    def forward(self, x):
+        for n, layer in enumerate(self.layers):
+            self.counts[n] += 1
+            x = layer(x) / float(self.counts[n])
+        return x
+
+
+def test_planning_leaves_arrays_as_they_were():
+    plain, planned, x = Counted(), Counted(), torch.ones(SHAPE)
+    lowtide.fit(planned, x, **OPTIONS)
+    assert not planned.counts.any()
+    assert [planned(x).sum().item() for _ in range(3)] == [plain(x).sum().item() for _ in range(3)]
+    assert planned.counts.tolist() == [3, 3, 3, 3]
+
+
 def test_a_model_with_parametrizations_is_let_go():
     model = nn.Sequential(*(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)))
     lowtide.fit(model, torch.zeros(4, 8), **OPTIONS).detach()

@@ -1,8 +1,9 @@
 """Cells of state: what modules keep, and what the containers and objects that they keep hold.
 
 A cell is a place with a value in it: a name among a module's attributes, parameters, buffers, hooks or submodules, a
-key of a dict, an attribute of an object, the entries of a list. Where cells are is found by walking from the modules'
-own tables, and holds as long as names and types stay the same, which is checked at each look without walking.
+key of a dict, an attribute of an object, the entries of a list or of a numpy array. Where cells are is found by walking
+from the modules' own tables, and holds as long as names and types stay the same, which is checked at each look without
+walking.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from operator import is_, is_not, itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 
@@ -30,6 +32,9 @@ _SETTABLE = frozenset({"", "_buffers", "other"})
 _SEQUENCES = (list, deque, set)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SWITCHES = frozenset({type(None), bool})
+
+# Larger arrays are data. Copying one of this size takes a tenth of a millisecond, at each look.
+_LARGEST_ARRAY_BYTES = 2**20
 
 # Objects of these make themselves known otherwise, or are not the model's.
 _NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "lowtide", "numpy", "torch"}) - {"__main__"}
@@ -155,7 +160,7 @@ class Layout:
             others = list(compress(self._all, map(is_not, values, known)))
             if any(type(values[index]) is not self._types[index] for index in others):
                 return None
-        return Look(self, tables, values, [list(tables[n]) for n in self.others], others)
+        return Look(self, tables, values, [_copied(tables[n]) for n in self.others], others)
 
     def _values(self, tables: Sequence[Any]) -> list[Any]:
         values: list[Any] = []
@@ -245,7 +250,7 @@ class Look:
         layout: where they are.
         tables: the containers themselves; none: those that are there when it is restored.
         values: what dicts hold, by place.
-        sequences: what lists, deques and sets hold.
+        sequences: what lists, deques, sets and arrays hold.
         others: where the values are not those that were known.
     """
 
@@ -256,7 +261,7 @@ class Look:
         layout: Layout,
         tables: list[Any],
         values: list[Any],
-        sequences: list[list[Any]],
+        sequences: list[Any],
         others: Sequence[int] = (),
     ) -> None:
         self.layout = layout
@@ -275,7 +280,7 @@ class Look:
         for index in layout.tensors:
             if values[index].grad_fn is not None:
                 values[index] = _Detached(values[index])
-        sequences = [each if _is_all_plain(each) else list(map(_kept, each)) for each in self.sequences]
+        sequences = [each if _has_no_graphs(each) else list(map(_kept, each)) for each in self.sequences]
         return Look(layout, [], values, sequences)
 
     def contents(self) -> tuple[list[torch.Tensor], Sequence[Label]]:
@@ -339,11 +344,11 @@ class Look:
                 self.layout.set(tables, index, other)
 
     def restore_sequences(self) -> list[Any]:
-        """Restore the contents of lists, deques and sets; returns what they held."""
+        """Restore the contents of lists, deques, sets and arrays; returns what they held."""
         left: list[Any] = []
         for n, content in zip(self.layout.others, self.sequences, strict=True):
             if not _is_same_sequence(content, self.tables[n]):
-                left += self.tables[n]
+                left.append(_copied(self.tables[n]))
                 fill(self.tables[n], content)
         return left
 
@@ -354,7 +359,8 @@ class Look:
             if value is not self.values[index]:
                 self.layout.set(self.tables, index, value)
         for n, content in zip(self.layout.others, self.sequences, strict=True):
-            fill(self.tables[n], list(map(_without_graph, content)))
+            if not _has_no_graphs(content):
+                fill(self.tables[n], list(map(_without_graph, content)))
 
 
 class Cells:
@@ -446,6 +452,9 @@ def fill(container: Any, content: Any) -> None:
         for key, value in content.items():
             if dict.get(container, key, _Absent) is not value:
                 kind.__setitem__(container, key, value)
+    elif isinstance(container, numpy.ndarray):
+        if container.shape == content.shape and container.flags.writeable:  # else it is another array by now
+            container[...] = content
     elif isinstance(container, _SEQUENCES) and not _is_same_sequence(content, container):
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(content)
@@ -471,7 +480,7 @@ def _made(content: Any, now: Any) -> Any:
             there = dict.get(now, key, _Absent)
             made[key] = there if value is _Hidden or _is_shard(value) or _is_shard(there) else _value(value)
         return {key: value for key, value in made.items() if value is not _Absent}
-    if _is_all_plain(content):
+    if _has_no_graphs(content):
         return content
     there = [*now]
     values = [there[n] if v is _Hidden and n < len(there) else _value(v) for n, v in enumerate(content)]
@@ -499,7 +508,10 @@ def _kept(value: Any) -> Any:
 
 
 def _entries(table: Any) -> Iterable[tuple[Any, Any]]:
-    if not table or isinstance(table, set) or _is_all_plain(table.values() if isinstance(table, dict) else table):
+    if isinstance(table, set | numpy.ndarray) or not table:
+        return ()
+    values = table.values() if isinstance(table, dict) else table
+    if _is_all_plain(values):
         return ()
     return table.items() if isinstance(table, dict) else enumerate(table)
 
@@ -508,6 +520,9 @@ def _content(value: Any) -> Any:
     """The container that a value is, or the table of an object that is there to hold others; None: neither."""
     if isinstance(value, (*_SEQUENCES, dict, tuple)):
         return value if _is_hidden(value) else None
+    if isinstance(value, numpy.ndarray):
+        is_filled = value.flags.writeable and not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY_BYTES
+        return value if is_filled else None
     return vars(value) if is_settings(value) else None
 
 
@@ -540,12 +555,24 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
+def _copied(container: Any) -> Any:
+    """What a list, a deque, a set or an array holds."""
+    return container.copy() if isinstance(container, numpy.ndarray) else list(container)
+
+
+def _has_no_graphs(content: Any) -> bool:
+    """Whether what a container held can be kept as it is."""
+    return isinstance(content, numpy.ndarray) or _is_all_plain(content)
+
+
 def _is_all_plain(values: Iterable[Any]) -> bool:
     """Whether there are only numbers, texts and the like: told quickly, however many there are."""
     return _PLAIN.issuperset(map(type, values))
 
 
 def _is_same_sequence(one: Any, other: Any) -> bool:
+    if isinstance(other, numpy.ndarray):
+        return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
     if len(one) != len(other):
         return False
     if isinstance(other, set):
