@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -21,6 +22,7 @@ from tests.runtime.training import assert_equal, gradients, train
 from torch import nn
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
@@ -31,6 +33,7 @@ from lowtide.runtime.compile.cutting import NoRegionsError
 from lowtide.runtime.compile.regions import forget_regions, regions_of
 from lowtide.runtime.execute.checks import Checks
 from lowtide.runtime.fitting import compiling, fit, trials
+from lowtide.runtime.fitting.shares import in_one_stage
 from lowtide.runtime.fitting.solving import Settings
 from lowtide.runtime.measure.measure import measure_split
 from lowtide.runtime.meter import exclude
@@ -225,6 +228,38 @@ def test_everything_that_runs_is_compiled_and_equal_stages_share_it() -> None:
     _, compiled, _ = in_regions(model, backend)
     compiled.remove()
     assert counters["stats"]["unique_graphs"] - num_before == 1
+
+
+class Counted(nn.Module):
+    """Calls methods of what it is given, and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(self.norm(x.view(-1, WIDTH)))).mean()
+
+
+def test_what_was_compiled_is_found_on_disk_at_the_next_start() -> None:
+    def step() -> collections.Counter[str]:
+        before, model, x = collections.Counter(counters["aot_autograd"]), Counted(), torch.ones(2, 3, WIDTH)
+        split = capture(model, x).with_at_most(1)
+        chain = in_one_stage(measure_split(model, split, x), split.stages[0].name, 0.5)
+        compiled = Compilation({"dynamic": False}, (0.5,), regions=True).of(model, split)
+        in_part = Schedule("in part", [Forward(1, "all", 1), Backward(1)])
+        with attach(model, solution_of(chain, in_part), split=split):
+            model(x).backward()
+        compiled.remove()
+        forget_regions()
+        torch._dynamo.reset()
+        return collections.Counter(counters["aot_autograd"]) - before
+
+    with fresh_cache():
+        first, second = step(), step()
+    assert first["autograd_cache_saved"] > 0
+    assert first["autograd_cache_bypass"] == second["autograd_cache_bypass"] == 0
+    assert second["autograd_cache_hit"] == first["autograd_cache_miss"] + first["autograd_cache_hit"]
 
 
 def test_a_model_with_another_block_is_traced_anew() -> None:

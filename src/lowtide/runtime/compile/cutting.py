@@ -156,6 +156,9 @@ def _piece(whole: fx.GraphModule, stage: int, nodes: list[fx.Node], fixed: Colle
     graph = fx.Graph()
     copies = {arg: graph.placeholder(f"x{place}") for place, arg in enumerate((*first, *rest))}
     copies |= {arg: graph.get_attr(str(arg.target)) for arg in constants}
+    for arg, copy in copies.items():
+        if _is_tensor(arg):  # else PyTorch's cache on disk passes over graphs that call a method of it
+            copy.meta["example_value"] = arg.meta["example_value"]
     for place, node in enumerate(nodes):  # names of its own, so that equal pieces have equal code
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"y{place}")
