@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tests.runtime.training import assert_equal, gradients
 from torch import nn
+from torch._inductor.utils import fresh_cache
 
 import lowtide
 from lowtide.runtime.capture.capture import capture
@@ -100,9 +104,14 @@ def sample() -> torch.Tensor:
     return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def found_for(model: nn.Module, share: float = 0.5, compilation: Compilation = COMPILATION) -> saved.Saved | None:
+def found_for(
+    model: nn.Module, share: float = 0.5, compilation: Compilation = COMPILATION, *, is_kept: bool = False
+) -> saved.Saved | None:
+    from torch._inductor import config
+
     split = capture(model, sample(), blocks=True)
-    return compilation.saved_as_one(model, split, Sample.of(sample()), share)
+    with config.patch(force_disable_caches=not is_kept):
+        return compilation.saved_as_one(model, split, Sample.of(sample()), share)
 
 
 @pytest.mark.parametrize("net", [Net, Attending])
@@ -125,6 +134,43 @@ def test_less_kept_means_more_that_is_kept_besides() -> None:
     less, more = found_for(model, 0.2), found_for(model, 0.9)
     assert less.all_bytes == more.all_bytes
     assert less.marked_bytes > more.marked_bytes  # milestones
+
+
+def test_what_was_found_is_found_on_disk_at_the_next_start(monkeypatch) -> None:
+    from torch._inductor import compile_fx
+
+    traced, trace = [], compile_fx.compile_fx
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *args, **options: traced.append(1) or trace(*args, **options))
+    model = Scores(beside=True)  # of two graphs
+
+    def next_start(share: float = 0.5, *, is_kept: bool = True) -> tuple[saved.Saved | None, int]:
+        forget_regions()
+        torch._dynamo.reset()
+        traced.clear()
+        return found_for(model, share, is_kept=is_kept), len(traced)
+
+    with fresh_cache():
+        found, num_calls = next_start()
+        assert num_calls > 0
+        assert next_start() == (found, 0)
+        assert next_start(0.2)[1] == num_calls
+        assert next_start(is_kept=False) == (found, num_calls)
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "lowtide")
+        for broken in ("[]", '{"all_bytes": 1, "marked_bytes": "2"}'):
+            for path in folder.iterdir():
+                path.write_text(broken)
+            assert next_start() == (found, num_calls)
+        shutil.rmtree(folder)
+        folder.write_text("no folder")
+        assert next_start() == (found, num_calls)
+
+
+def test_what_was_found_is_for_the_same_surroundings() -> None:
+    with fresh_cache():
+        found = found_for(Net(), is_kept=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert found_for(Net(), is_kept=True).all_bytes < found.all_bytes
+        assert found_for(Net(), is_kept=True) == found
 
 
 def test_nothing_is_compiled_and_nothing_is_left_behind(monkeypatch) -> None:

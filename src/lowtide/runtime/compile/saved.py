@@ -2,23 +2,29 @@
 
 A compiler traces forward and backward, and then decides what the one saves for the other. That takes a fraction of the
 time of a compilation, and tells what there is at once when forward ends: where that is too much, nothing need be
-compiled to know it.
+compiled to know it. What was found is kept on disk beside what compilers keep there: the next start, and the next plan
+during training, would find the same.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
 
+from lowtide.errors import LowtideError
+from lowtide.files import read_json, write_json
 from lowtide.runtime.compile.milestones import bytes_of, forward_of, mark_milestones, owner_of
 from lowtide.runtime.compile.modes import in_training
-from lowtide.runtime.compile.must_save import mark
+from lowtide.runtime.compile.must_save import mark, pass_that_marks
 from lowtide.runtime.compile.op_times import made_up
 from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_handed_to
 from lowtide.runtime.model.sample import Sample
@@ -36,6 +42,14 @@ class Saved:
 
     all_bytes: int
     marked_bytes: int
+
+    def and_also(self, other: Saved) -> Saved:
+        """By two graphs."""
+        return Saved(self.all_bytes + other.all_bytes, self.marked_bytes + other.marked_bytes)
+
+    def less(self, other: Saved) -> Saved:
+        """By one of two graphs."""
+        return Saved(self.all_bytes - other.all_bytes, self.marked_bytes - other.marked_bytes)
 
 
 def saved_as_one(
@@ -102,9 +116,17 @@ class _Foresight:
 
         results = [node.meta["example_value"] for node in graph.graph.output_node().all_input_nodes]
         self._enters = [any(tensor is other for other in self._crossing) for tensor in inputs]
-        patches = {**self._options, "custom_partitioner_fn": _partitioner(self._found), "force_disable_caches": True}
-        with suppress(_EnoughError):
-            compile_fx(graph, inputs, inner_compile=_enough, config_patches=patches)
+        path = _path_for(graph, inputs, self._enters, self._options, self._share)
+        before, known = self.saved, _kept_in(path)
+        if known is None:
+            patches = {**self._options, "custom_partitioner_fn": _partitioner(self._found)}
+            with suppress(_EnoughError):
+                compile_fx(
+                    graph, inputs, inner_compile=_enough, config_patches={**patches, "force_disable_caches": True}
+                )
+            _keep_in(path, self.saved.less(before))
+        else:
+            self.saved = before.and_also(known)
         made = tuple(made_up(each).requires_grad_(each.requires_grad) for each in results)
         self._crossing += made
         return lambda *_: made
@@ -126,10 +148,7 @@ class _Foresight:
         must_save = [n for n in forward_of(marked) if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
         returned = set(map(owner_of, marked.output_node().all_input_nodes))
         marked_bytes = sum(bytes_of(node) for node in must_save if node not in returned)
-        before = self.saved
-        self.saved = Saved(
-            before.all_bytes + own_bytes + crossing_bytes, before.marked_bytes + marked_bytes + crossing_bytes
-        )
+        self.saved = self.saved.and_also(Saved(own_bytes + crossing_bytes, marked_bytes + crossing_bytes))
         raise _EnoughError
 
 
@@ -149,3 +168,52 @@ def _partitioner(found: Callable[..., NoReturn]) -> Any:
             """It has none: nothing is kept on disk."""
 
     return Foreseeing()
+
+
+# On disk
+
+
+def _path_for(graph: fx.GraphModule, inputs: Sequence[torch.Tensor], *settings: Any) -> Path | None:
+    """Where it is kept what a graph saves; None: nowhere, since its code and its inputs do not tell all of it, or the
+    compiler keeps nothing either.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    if any(node.op in ("get_attr", "call_module") for node in graph.graph.nodes):
+        return None
+    devices = sorted({tensor.device.type for tensor in inputs})
+    casts = [torch.is_autocast_enabled(each) and str(torch.get_autocast_dtype(each)) for each in devices]
+    around = torch.are_deterministic_algorithms_enabled(), casts
+    version = torch.__version__, pass_that_marks(milestones=True).uuid()
+    try:
+        told = json.dumps([version, graph.code, list(map(_described, inputs)), around, settings], sort_keys=True)
+    except TypeError:  # options that are functions
+        return None
+    return Path(cache_dir()) / "lowtide" / f"{hashlib.sha256(told.encode()).hexdigest()}.json"
+
+
+def _described(tensor: torch.Tensor) -> str:
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return f"{tensor.dtype} {tuple(tensor.shape)} {strides} {tensor.device} {tensor.requires_grad}"
+
+
+def _kept_in(path: Path | None) -> Saved | None:
+    """What was kept; None: nothing, or something else, so that it is found anew."""
+    if path is None:
+        return None
+    try:
+        values = read_json(path, LowtideError)
+    except LowtideError:
+        return None
+    is_whole = isinstance(values, dict) and {*values} == {"all_bytes", "marked_bytes"}
+    return Saved(**values) if is_whole and all(type(each) is int for each in values.values()) else None
+
+
+def _keep_in(path: Path | None, found: Saved) -> None:
+    if path is not None:
+        with suppress(LowtideError, OSError):  # a folder that cannot be written to: it is found anew each time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, asdict(found))

@@ -59,6 +59,9 @@ _OF_EAGER = 0.9
 # compiler's ratio of 0.5 ConvNeXt-B took 1.02 times as long on an H200, a Llama-like network 1.06, ResNet-101 1.14.
 _IN_PART = 1.05
 
+# Of the share that a model is traced for: as fine as shares are tried, so that the next fit asks for the same.
+_DIGITS = 2
+
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
 # How many blocks have to share a compilation, so that blocks in all their variants are compiled sooner than the model
@@ -374,7 +377,7 @@ class CompiledPlanning:
         budget, least = trials.asked.memory_budget, _LEAST_OF_EAGER * self._eager_bytes
         if self._update_bytes <= budget < self._eager_bytes:
             trials.say("tracing the model as one region")
-            share = (budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes)
+            share = round((budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes), _DIGITS)
             self._saved = self._saved_as_one(split, share)
         if self._saved is not None:
             least = chain.fixed_bytes + self._saved.all_bytes + trials.unknown_bytes
