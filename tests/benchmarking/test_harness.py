@@ -103,3 +103,18 @@ def test_small_networks_do_not_bear_the_names_of_the_large_ones(tmp_path, monkey
     )
     measuring.main()
     assert (tmp_path / "measuring-results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("medians", "least", "num_rounds"),
+    [([4, 5, 4, 6, 1], 4, 4), ([4, 5, 3, 6, 3, 3, 1], 3, 6), ([9 - n / 10 for n in range(20)], 7.9, 12)],
+)
+def test_rounds_go_on_until_none_is_quieter(medians, least, num_rounds):
+    measured = []
+
+    def measure():
+        measured.append([0.0, medians[len(measured)], 100.0])
+        return measured[-1]
+
+    assert harness.quietest(measure) == [0.0, least, 100.0]
+    assert len(measured) == num_rounds
