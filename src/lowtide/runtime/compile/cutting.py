@@ -16,12 +16,19 @@ from lowtide.runtime.model.split import Split
 # What switches gradients on and off inside a graph.
 _GRAD_SWITCHES = (torch._C._set_grad_enabled, torch.set_grad_enabled)
 
+# What Dynamo has for numbers that it does not know; shapes are known here.
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 class NoRegionsError(PlanError):
     """Why a model's forward cannot be cut into regions."""
 
 
-class NotCompiledError(NoRegionsError):
+class FoundLateError(NoRegionsError):
+    """The same, found when some of the forward may have run."""
+
+
+class NotCompiledError(FoundLateError):
     """Why one region does not compile; smaller ones may."""
 
 
@@ -50,8 +57,11 @@ def stages_of(graph: fx.Graph, model: nn.Module, split: Split) -> dict[fx.Node, 
     """The stage of each operation; the code between units belongs where `Split` says.
 
     Raises:
-        NoRegionsError: where operations of a stage come after those of a later one.
+        NoRegionsError: where operations of a stage come after those of a later one, and where shapes or numbers depend
+            on what a tensor holds.
     """
+    if any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in _operations(graph)):
+        raise NoRegionsError("it reads a number from a tensor (.item())")
     units = _Units(model, split)
     found: dict[fx.Node, int] = {}
     between: list[fx.Node] = []
