@@ -348,6 +348,8 @@ def test_a_graph_that_cannot_be_cut_runs_as_one_for_other_shapes_too() -> None:
         assert_equal(train(model, inputs), train(InOnePrecision(), inputs))
         assert plan.stats().num_steps == len(inputs)
         assert regions_of(model) is not None
+    with pytest.raises(NoRegionsError, match=r"^_enter_autocast gives something else than a tensor"):
+        in_regions(InOnePrecision(), UNPARTITIONED)
 
 
 class Watched(Language):

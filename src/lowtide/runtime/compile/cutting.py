@@ -162,7 +162,8 @@ def _piece(whole: fx.GraphModule, stage: int, nodes: list[fx.Node], fixed: Colle
     outputs = [node for node in nodes if any(user not in own for user in node.users)]
     for node in (*rest, *outputs):
         if not _is_tensor(node):
-            raise NoRegionsError(f"{node.target} gives something else than a tensor to another stage")
+            name = getattr(node.target, "__name__", node.target)
+            raise NoRegionsError(f"{name} gives something else than a tensor to another stage")
     graph = fx.Graph()
     copies = {arg: graph.placeholder(f"x{place}") for place, arg in enumerate((*first, *rest))}
     copies |= {arg: graph.get_attr(str(arg.target)) for arg in constants}
