@@ -369,6 +369,59 @@ def test_a_model_that_is_not_one_graph_has_its_blocks_compiled() -> None:
         assert_equal(train(model, texts()), train(by_hand, texts()))
 
 
+class InOnePrecision(Simple):
+    """Is one graph that cannot be cut: what ends the precision needs what began it."""
+
+    def forward(self, text):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(text)
+
+
+def test_a_graph_that_cannot_be_cut_runs_as_one_for_other_shapes_too() -> None:
+    model, inputs = InOnePrecision(), [*texts(1), *texts(1, batch=3)]
+    with lowtide.fit(model, inputs[0], memory_budget="1GiB", **OPTIONS, **regions_with(UNPARTITIONED)) as plan:
+        assert_equal(train(model, inputs), train(InOnePrecision(), inputs))
+        assert plan.stats().num_steps == len(inputs)
+        assert regions_of(model) is not None
+    with pytest.raises(NoRegionsError, match=r"^_enter_autocast gives something else than a tensor"):
+        in_regions(InOnePrecision(), UNPARTITIONED)
+
+
+class Watched(Language):
+    """From some step on, it reads values on the host, or numbers that it computes with."""
+
+    reads = ""
+
+    def forward(self, text):
+        loss = super().forward(text)
+        if self.reads == "compares":
+            return loss if loss.item() > 0 else -loss
+        return loss * (1 + 0 * loss.item()) if self.reads else loss
+
+
+@pytest.mark.parametrize("reads", ["compares", "computes"])
+@pytest.mark.filterwarnings("ignore:a step took")  # the loop keeps the numbers of each step
+def test_a_model_that_is_one_graph_no_more_trains_on_in_blocks(reads: str, tmp_path) -> None:
+    model, by_hand = Watched(), Watched()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", compile_stages=REGIONS, **OPTIONS) as plan:
+        train(model, texts())
+        assert regions_of(model) is not None
+        plan.save(tmp_path / "plan.json")
+        model.load_state_dict(by_hand.state_dict())
+        model.reads = by_hand.reads = reads
+        with pytest.warns(lowtide.LowtideWarning, match="does not run in regions any more: .*one by one from now on"):
+            found = train(model, texts(4))
+        assert regions_of(model) is None
+        assert plan.stats().num_steps == 2 + 4
+    for block in by_hand.blocks:
+        block.compile(backend=BACKEND, dynamic=False)
+    assert_equal(found, train(by_hand, texts(4)))
+    model = Watched()
+    model.reads = reads
+    with lowtide.load_plan(tmp_path / "plan.json", model), pytest.raises(lowtide.PlanError, match="call fit again"):
+        model(texts()[0])
+
+
 def test_errors_of_the_model_are_its_own() -> None:
     model, wrong = Language(), torch.full((4, LENGTH + 1), 1)
     with pytest.raises(IndexError) as expected:

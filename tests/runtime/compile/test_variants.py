@@ -565,8 +565,8 @@ def test_variants_wants_one_of_its_values() -> None:
 
 
 def test_dominated_variants_are_left_out() -> None:
-    def way(name: str, seconds: float, saved_bytes: int) -> Variant:
-        return Variant(name, seconds, seconds, saved_bytes)
+    def way(name: str, seconds: float, saved_bytes: int, **more: int) -> Variant:
+        return Variant(name, seconds, seconds, saved_bytes, **more)
 
     stage = Stage("s", 1.0, 1.0, output_bytes=1, saved_bytes=10)
     ways = [way("slower and larger", 1.3, 9), way("good", 1.2, 8), way("same bytes", 1.25, 8), way("lean", 2.0, 1)]
@@ -574,6 +574,13 @@ def test_dominated_variants_are_left_out() -> None:
     assert [variant.name for variant in _not_dominated(stage, ways)] == ["good", "lean"]
     faster = way("faster and larger", 0.5, 20)
     assert _not_dominated(stage, [faster]) == [faster]
+    lean = way("saves less", 1.1, 2, forward_extra_bytes=4, backward_extra_bytes=20)
+    more = {"backward_extra_bytes": 10}, {"forward_extra_bytes": 3, "backward_extra_bytes": 20}
+    others = [way("takes less at once", 1.2, 8, **bytes_at_once) for bytes_at_once in more]
+    others += [way("frees more", 1.3, 7, forward_extra_bytes=4, backward_extra_bytes=20, freed_bytes=1)]
+    tall = dataclasses.replace(stage, backward_extra_bytes=30)
+    for other in others:
+        assert _not_dominated(tall, [lean, other]) == [other, lean]
 
 
 def test_variants_under_autocast() -> None:

@@ -16,12 +16,19 @@ from lowtide.runtime.model.split import Split
 # What switches gradients on and off inside a graph.
 _GRAD_SWITCHES = (torch._C._set_grad_enabled, torch.set_grad_enabled)
 
+# What Dynamo has for numbers that it does not know; shapes are known here.
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 class NoRegionsError(PlanError):
     """Why a model's forward cannot be cut into regions."""
 
 
-class NotCompiledError(NoRegionsError):
+class FoundLateError(NoRegionsError):
+    """The same, found when some of the forward may have run."""
+
+
+class NotCompiledError(FoundLateError):
     """Why one region does not compile; smaller ones may."""
 
 
@@ -50,8 +57,11 @@ def stages_of(graph: fx.Graph, model: nn.Module, split: Split) -> dict[fx.Node, 
     """The stage of each operation; the code between units belongs where `Split` says.
 
     Raises:
-        NoRegionsError: where operations of a stage come after those of a later one.
+        NoRegionsError: where operations of a stage come after those of a later one, and where shapes or numbers depend
+            on what a tensor holds.
     """
+    if any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in _operations(graph)):
+        raise NoRegionsError("it reads a number from a tensor (.item())")
     units = _Units(model, split)
     found: dict[fx.Node, int] = {}
     between: list[fx.Node] = []
@@ -152,7 +162,8 @@ def _piece(whole: fx.GraphModule, stage: int, nodes: list[fx.Node], fixed: Colle
     outputs = [node for node in nodes if any(user not in own for user in node.users)]
     for node in (*rest, *outputs):
         if not _is_tensor(node):
-            raise NoRegionsError(f"{node.target} gives something else than a tensor to another stage")
+            name = getattr(node.target, "__name__", node.target)
+            raise NoRegionsError(f"{name} gives something else than a tensor to another stage")
     graph = fx.Graph()
     copies = {arg: graph.placeholder(f"x{place}") for place, arg in enumerate((*first, *rest))}
     copies |= {arg: graph.get_attr(str(arg.target)) for arg in constants}

@@ -166,12 +166,7 @@ class RegionLayer(Layer):
         except not_one_graph():  # before anything ran
             pass
         with many_compilations(), _logging_ignored():
-            try:
-                return function(model, *args, **kwargs)
-            except not_one_graph():
-                with torch.no_grad():
-                    model._call_impl(*args, **kwargs)  # what fails without a compiler fails with its own error
-                raise
+            return function(model, *args, **kwargs)
 
     def _function(self, model: nn.Module) -> Callable[..., Any]:
         """The forward of the model, to be traced where it is called first."""
@@ -268,8 +263,6 @@ class _RunningRegions:
         if not all(isinstance(node, fx.Node) for node in outputs):
             raise NoRegionsError("its result has something else than tensors")
         self._outputs = [node.name for node in outputs]
-        if grouping.joins:
-            stages = {node: self._groups.index(self._groups[k]) for node, k in stages.items()}
         self._uncut: tuple[fx.GraphModule, dict[fx.Node, int]] | None = (graph, stages)
         self._joins = grouping.joins
         self._regions: list[_Region] = []
@@ -281,7 +274,7 @@ class _RunningRegions:
         model = self._layer.module
         state = set(map(id, chain(model.parameters(), model.buffers())))
         fixed = {name for name, place in self._places.items() if id(given[place]) in state}
-        pieces = pieces_of(graph, stages, fixed)
+        pieces = self._pieces(graph, stages, fixed)
         last: dict[str, int] = {}
         for place, piece in enumerate(pieces):
             last.update(dict.fromkeys((*piece.inputs, *piece.outputs), place))
@@ -292,6 +285,20 @@ class _RunningRegions:
             self._region(piece, [name for name, end in last.items() if end == place])
             for place, piece in enumerate(pieces)
         ]
+
+    def _pieces(self, graph: fx.GraphModule, stages: dict[fx.Node, int], fixed: set[str]) -> list[Piece]:
+        """One for each group, or for each stage where the graph can be cut there: a model whose stages are all joined
+        need not be one that can.
+        """
+        joined = {node: self._groups.index(self._groups[k]) for node, k in stages.items()}
+        if not self._joins:
+            try:
+                return pieces_of(graph, stages, fixed)
+            except NoRegionsError:
+                if len(set(joined.values())) == len(set(stages.values())):
+                    raise
+                self._joins = True
+        return pieces_of(graph, joined, fixed)
 
     def _region(self, piece: Piece, dead: list[str]) -> _Region:
         group = self._groups[piece.stage]

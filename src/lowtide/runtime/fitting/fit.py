@@ -429,6 +429,8 @@ class _Fitting:
             del original  # its traceback has this frame, and with it the batch
 
     def _part_for(self, sample: Sample, observed: Observed) -> Part:
+        if not observed.has_regions:
+            self.settings = replace(self.settings, regions=False)
         settings = self.settings
         if observed.optimizer is not None and not has_all(settings.optimizer, self._model):
             settings = replace(settings, optimizer=observed.optimizer)
@@ -436,7 +438,7 @@ class _Fitting:
             settings = replace(settings, grads_resident=True)
         signature = self._signature_of(sample.args, sample.kwargs)
         is_known = any(signature.fits_within(other) for other in self._planned)
-        if self._compiled and is_known and observed.exceeded is None:
+        if self._compiled and is_known and observed.exceeded is None and observed.has_regions:
             # A plan with variants serves one shape; one without them serves all that are smaller, too.
             compilation = replace(self._compiled[-1].compilation, budgets=(), loss=None)
             try:

@@ -29,6 +29,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import le
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -407,20 +408,22 @@ def _backward_change(figure: StageFigures, weight: StageWeights, more_bytes: int
 
 
 def _not_dominated(stage: Stage, variants: Sequence[Variant]) -> list[Variant]:
-    """The variants that neither another variant nor the stage itself beats in both time and bytes."""
+    """The variants that neither another variant nor the stage itself equals or beats in time and in all bytes.
+
+    So the least that a model needs does not depend on times: what saves more may have less at its backward's peak.
+    """
     kept: list[Variant] = []
-    for variant in sorted(variants, key=lambda v: (v.saved_bytes, _seconds(v))):
-        others: list[Stage | Variant] = [stage, *variants]
-        better = [o for o in others if o.saved_bytes < variant.saved_bytes and _seconds(o) <= _seconds(variant)]
-        same: list[Stage | Variant] = [stage, *kept]
-        equal = [o for o in same if o.saved_bytes == variant.saved_bytes]
-        if not better and not (equal and min(map(_seconds, equal)) <= _seconds(variant)):
+    for variant in sorted(variants, key=_figures):  # what beats one comes before it
+        before: list[Stage | Variant] = [stage, *kept]
+        if not any(all(map(le, _figures(other), _figures(variant))) for other in before):
             kept.append(variant)
-    return kept[::-1]  # the one that saves the most first
+    return sorted(kept, key=lambda variant: -variant.saved_bytes)
 
 
-def _seconds(way: Stage | Variant) -> float:
-    return way.forward_seconds + way.backward_seconds
+def _figures(way: Stage | Variant) -> tuple[float, ...]:
+    """What is better the less it is."""
+    seconds = way.forward_seconds + way.backward_seconds
+    return seconds, way.saved_bytes, way.saving_extra_bytes, way.backward_extra_bytes, -way.freed_bytes
 
 
 def _provenance(

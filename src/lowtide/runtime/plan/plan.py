@@ -26,9 +26,12 @@ from lowtide.report.page import Measured, write_report
 from lowtide.report.survey import DEFAULT_PATIENCE_SECONDS
 from lowtide.report.text import chart_text
 from lowtide.runtime.compile.compiled import CompiledModel
+from lowtide.runtime.compile.cutting import FoundLateError
+from lowtide.runtime.compile.regions import not_one_graph
 from lowtide.runtime.execute.execution import Execution
 from lowtide.runtime.execute.machine import Counters
 from lowtide.runtime.graphs.steps import GraphedSteps
+from lowtide.runtime.measure.variants import in_one_line
 from lowtide.runtime.measure.weights import Optimizer
 from lowtide.runtime.meter import Meter
 from lowtide.runtime.model.bypass import WRAPPER_EXISTS, has_compiled_wrapper
@@ -151,12 +154,14 @@ class Observed:
         grads_resident: gradients were there when a forward began.
         exceeded: the part under which a step took more than its budget; None: none did.
         peak_bytes: what that step took.
+        has_regions: the model is one graph; it may turn out later that it is not.
     """
 
     optimizer: Optimizer = None
     grads_resident: bool = False
     exceeded: Part | None = None
     peak_bytes: int = 0
+    has_regions: bool = True
 
 
 class Planner(Protocol):
@@ -413,16 +418,37 @@ class Plan:
         self._end_step()
         before, signature = self._part, self._signature_of(args, kwargs)
         self._choose_part(signature, args, kwargs)
+        if self._part is not before:
+            signature = self._signature_of(args, kwargs)
+        try:
+            return self._step(signature, plain, args, kwargs)
+        except Exception as error:  # compilers have errors of their own, and importing them takes seconds
+            if not self._has_lost_regions(error):
+                raise
+            reason = f"the model does not run in regions any more: {in_one_line(error)}"
+            if self._planner is None:
+                raise PlanError(f"{reason}; {FIT_AGAIN}") from error
+        self._plan_again(Sample(args, kwargs), reason, self._observed(has_regions=False))
+        _warn(f"{reason}; its blocks are compiled one by one from now on")
+        return self._step(self._signature_of(args, kwargs), plain, args, kwargs)
+
+    def _step(
+        self, signature: Signature, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         part = self._part
         self._num_ended = part.num_steps
-        if part is not before:
-            signature = self._signature_of(args, kwargs)
         checked = part.checked is None or part.checked.has_same_shapes(signature)
         self._steps.begin()
         steps = part.graphs or part.execution
         result = steps.call(plain, args, kwargs, with_variants=checked)
         self._steps.returned(_num_bytes(tensors_of(result)))
         return result
+
+    def _has_lost_regions(self, error: Exception) -> bool:
+        """Whether a step failed, before anything of it ran, because the model is not one graph."""
+        if not self._part.execution.compiles_regions or isinstance(error, FoundLateError):
+            return False
+        return isinstance(error, not_one_graph())
 
     def _plan_again(self, sample: Sample, reason: str, observed: Observed) -> None:
         """Go over to a part that the planner makes for a call."""

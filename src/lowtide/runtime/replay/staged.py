@@ -17,15 +17,16 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lowtide.errors import ExecutionError
-from lowtide.runtime.compile.cutting import NoRegionsError
+from lowtide.runtime.compile.cutting import FoundLateError, NoRegionsError
 from lowtide.runtime.compile.loss import CONVERSIONS, Functions
-from lowtide.runtime.compile.regions import Grouping, RegionLayer, regions_handed_to
+from lowtide.runtime.compile.regions import Grouping, RegionLayer, not_one_graph, regions_handed_to
 from lowtide.runtime.model.containers import tensors_of
 from lowtide.runtime.model.functions import functions_handed_to
 from lowtide.runtime.model.interception import UnitLayer
 from lowtide.runtime.model.split import Split
 from lowtide.runtime.replay.tape import Ledger, Tape
 from lowtide.runtime.state.cells import CellWatch
+from lowtide.runtime.state.preserve import preserved
 from lowtide.runtime.state.rng import GeneratorWatch
 
 
@@ -217,12 +218,7 @@ class StagedForward:
     def _followed(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, and be told of what it calls."""
         if self._regions is not None:
-            layer, grouping = self._regions
-            with regions_handed_to(self._call_region, layer.module, grouping):
-                result = layer(*args, **kwargs)
-            if self._next == 0:
-                raise NoRegionsError("compiling is switched off (torch.compiler.set_stance, TORCHDYNAMO_DISABLE)")
-            return result
+            return self._followed_in_regions(*self._regions, args, kwargs)
         if self._mode is None:
             return plain(*args, **kwargs)
         try:
@@ -233,6 +229,22 @@ class StagedForward:
                     self._resume_mode()
         finally:
             self._mode.forward = None
+
+    def _followed_in_regions(
+        self, layer: RegionLayer, grouping: Grouping, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            with regions_handed_to(self._call_region, layer.module, grouping):
+                result = layer(*args, **kwargs)
+        except NoRegionsError:
+            raise
+        except not_one_graph():  # before anything ran
+            with preserved(layer.module), torch.no_grad():
+                layer.module._call_impl(*args, **kwargs)  # what fails without a compiler fails with its own error
+            raise
+        if self._next == 0:
+            raise FoundLateError("compiling is switched off (torch.compiler.set_stance, TORCHDYNAMO_DISABLE)")
+        return result
 
     def _call_region(self, k: int, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
         """One compiled region, all or a part of stage k."""
