@@ -369,6 +369,27 @@ def test_a_model_that_is_not_one_graph_has_its_blocks_compiled() -> None:
         assert_equal(train(model, texts()), train(by_hand, texts()))
 
 
+class Tied(Simple):
+    """One block under two names, which is called under both of them, and under one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+
+    def scores(self, text):
+        return self.head(self.blocks[0](self.blocks[1](self.blocks[2](self.blocks[0](self.tokens(text))))))
+
+
+def test_a_block_with_two_names_is_compiled_in_regions() -> None:
+    backend = Counting(BACKEND)
+    model = Tied()
+    with lowtide.fit(model, texts()[0], memory_budget="1GiB", **OPTIONS, **regions_with(backend)) as plan:
+        found = train(model, texts())
+    assert not any("no regions" in note for note in plan.notes)
+    assert len(backend.graphs) == 1
+    assert_equal(compiled_numbers(Tied), found)
+
+
 class InOnePrecision(Simple):
     """Is one graph that cannot be cut: what ends the precision needs what began it."""
 

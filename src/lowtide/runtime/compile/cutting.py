@@ -96,14 +96,25 @@ class _Units:
             for unit in stage.units:
                 module = model.get_submodule(unit.path)
                 self._stages.setdefault(id(module), {})[unit.occurrence] = k
+        self._calls: dict[int, dict[tuple[str, str], int]] = {}  # by module: the place among its calls of each
 
     def stage_of(self, node: fx.Node) -> int | None:
-        for key in node.meta.get("nn_module_stack") or ():
-            address, _, occurrence = key.partition("@")
+        for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
+            address, _, count = key.partition("@")
             stages = self._stages.get(int(address)) if address.isdigit() else None
-            if stages is not None and int(occurrence or 0) in stages:
-                return stages[int(occurrence or 0)]
+            if stages is None:
+                continue
+            occurrence = self._occurrence(int(address), name, count)
+            if occurrence in stages:
+                return stages[occurrence]
         return None
+
+    def _occurrence(self, address: int, name: str, count: str) -> int:
+        """Which call of a module it is; dynamo counts calls by name, and a module may have several names."""
+        calls = self._calls.setdefault(address, {})
+        if (name, count) not in calls:
+            calls[name, count] = int(count or 0) + sum(other != name for other, _ in calls)
+        return calls[name, count]
 
 
 def pieces_of(whole: fx.GraphModule, stages: Mapping[fx.Node, int], fixed: Collection[str]) -> list[Piece]:
