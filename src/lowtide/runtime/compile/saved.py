@@ -118,15 +118,13 @@ class _Foresight:
         self._enters = [any(tensor is other for other in self._crossing) for tensor in inputs]
         path = _path_for(graph, inputs, self._enters, self._options, self._share)
         before, known = self.saved, _kept_in(path)
-        if known is None:
-            patches = {**self._options, "custom_partitioner_fn": _partitioner(self._found)}
-            with suppress(_EnoughError):
-                compile_fx(
-                    graph, inputs, inner_compile=_enough, config_patches={**patches, "force_disable_caches": True}
-                )
-            _keep_in(path, self.saved.less(before))
-        else:
+        patches = {**self._options, "custom_partitioner_fn": _partitioner(self._found), "force_disable_caches": True}
+        if known is not None:
             self.saved = before.and_also(known)
+        else:
+            with suppress(_EnoughError):
+                compile_fx(graph, inputs, inner_compile=_enough, config_patches=patches)
+            _keep_in(path, self.saved.less(before))
         made = tuple(made_up(each).requires_grad_(each.requires_grad) for each in results)
         self._crossing += made
         return lambda *_: made
