@@ -59,8 +59,8 @@ _OF_EAGER = 0.9
 # compiler's ratio of 0.5 ConvNeXt-B took 1.02 times as long on an H200, a Llama-like network 1.06, ResNet-101 1.14.
 _IN_PART = 1.05
 
-# Of the share that a model is traced for: as fine as shares are tried, so that the next fit asks for the same.
-_DIGITS = 2
+# Of the share that a model is traced for: the next fit, which measures some bytes more or less, asks for the same.
+_SHARE_DIGITS = 2
 
 _NUM_HALVINGS = 12  # to find a share to a fraction of a thousandth
 
@@ -377,7 +377,7 @@ class CompiledPlanning:
         budget, least = trials.asked.memory_budget, _LEAST_OF_EAGER * self._eager_bytes
         if self._update_bytes <= budget < self._eager_bytes:
             trials.say("tracing the model as one region")
-            share = round((budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes), _DIGITS)
+            share = round((budget - chain.fixed_bytes) / (self._eager_bytes - chain.fixed_bytes), _SHARE_DIGITS)
             self._saved = self._saved_as_one(split, share)
         if self._saved is not None:
             least = chain.fixed_bytes + self._saved.all_bytes + trials.unknown_bytes
