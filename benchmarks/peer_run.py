@@ -78,11 +78,13 @@ class Run(harness.Run):
         self.cold: list[Cold] = []
         self.skipped: list[str] = []
         self._begun: set[tuple[str, str]] = set()  # the networks with a row of a kind measured in this run
+        self._done: set[tuple[str, str]] = set()  # the rows that are measured, or were tried in this run
         guesses = FIRST_GUESS_SECONDS if device.type == "cuda" else dict.fromkeys(FIRST_GUESS_SECONDS, 0.0)
         self.guess_seconds = dict(guesses)
         if arguments.resume:
             with self.resumed(arguments.resume) as values:
-                self.rows = [row for row in (Row(**row) for row in values["rows"]) if row.is_measured]
+                self.rows = [Row(**row) for row in values["rows"]]
+                self._done = {(row.network, row.way) for row in self.rows if row.is_measured}
                 self.batches = [Batches(**entry) for entry in values.get("largest_batches", [])]
                 self.cold = [Cold(**entry) for entry in values.get("cold", [])]
 
@@ -91,18 +93,21 @@ class Run(harness.Run):
         return [row for row in self.rows if row.network == network.title]
 
     def row(self, row: Row, kind: str, measure: Callable[[Row], None]) -> Row | None:
-        """Measure a row, unless it is there already or there is no time; None in these cases."""
-        label = f"{row.network}: {row.way}"
-        if any(known.network == row.network and known.way == row.way for known in self.rows):
+        """Measure a row, unless it is there already or there is no time; None in these cases. What an earlier run could
+        not measure is tried again.
+        """
+        label, key = f"{row.network}: {row.way}", (row.network, row.way)
+        if key in self._done:
             return None
         begun = (row.network, kind)
         if begun in self._begun and f"{kind} again" in self.guess_seconds:
             kind = f"{kind} again"
         if not self.clock.allows(self.guess_seconds[kind]):
-            self.skipped.append(label)
+            self.skipped += [] if label in self.skipped else [label]
             return None
         begin = time.perf_counter()
         self._begun.add(begun)
+        self._done.add(key)
         try:
             with warnings.catch_warnings(record=True) as raised:
                 warnings.simplefilter("always", lowtide.LowtideWarning)
@@ -114,7 +119,7 @@ class Run(harness.Run):
             row.note = harness.reason(error)
         harness.release(self.device)
         self.guess_seconds[kind] = 1.1 * (time.perf_counter() - begin)
-        self.rows.append(row)
+        self.rows = [*(other for other in self.rows if (other.network, other.way) != key), row]
         self.save()
         print(
             f"{self.clock.elapsed_seconds:6.0f} s  {label:<88} {harness.seconds_cell(row.seconds):>10}"

@@ -200,7 +200,9 @@ def test_a_name_that_no_network_has_replaces_no_results(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_from_being_measured(tmp_path):
+@pytest.fixture
+def small_run(tmp_path):
+    """Begins runs whose rows take no time."""
     arguments = argparse.Namespace(
         seconds=60.0,
         output=tmp_path,
@@ -211,21 +213,43 @@ def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_f
         variants="off",
         regions="off",
         graphs=False,
-        resume=None,
     )
-    run = peers.Run(arguments, torch.device("cpu"))
+    return lambda resume=None: peers.Run(argparse.Namespace(**vars(arguments), resume=resume), torch.device("cpu"))
+
+
+def way_of(run: peers.Run, network: str, name: str, seconds: float | None = 1.0) -> Row | None:
+    """Measure a row; None: it fails."""
 
     def measured(row: Row) -> None:
-        row.seconds, row.peak_bytes = 1.0, 1
+        if seconds is None:
+            raise ValueError("no room")
+        row.seconds, row.peak_bytes = seconds, 1
 
-    def way(network: str, name: str) -> Row | None:
-        return run.row(Row(network, name, "lowtide compiled", compiled=True), "lowtide compiled", measured)
+    return run.row(Row(network, name, "lowtide compiled", compiled=True), "lowtide compiled", measured)
 
-    assert way("a", "within 3") is not None
+
+def test_a_first_row_that_takes_long_does_not_keep_further_ones_of_its_network_from_being_measured(small_run):
+    run = small_run()
+    assert way_of(run, "a", "within 3") is not None
     run.guess_seconds["lowtide compiled"] = 3600.0  # what compiling took
-    assert way("a", "within 2") is not None
-    assert way("b", "within 2") is None
+    assert way_of(run, "a", "within 2") is not None
+    for _ in range(2):
+        assert way_of(run, "b", "within 2") is None
     assert run.skipped == ["b: within 2"]
+
+
+def test_what_could_not_be_measured_stays_until_it_is_tried_again(small_run, tmp_path):
+    run = small_run()
+    way_of(run, "a", "within 2", None)
+    way_of(run, "b", "within 2", None)
+    assert way_of(run, "a", "within 2", 2.0) is None  # once in a run
+    again = small_run(tmp_path / "peers-tiny-cpu.json")
+    way_of(again, "a", "within 2", 3.0)
+    written = json.loads((tmp_path / "peers-tiny-cpu.json").read_text())
+    assert [(row["network"], row["seconds"], row["note"]) for row in written["rows"]] == [
+        ("b", None, "ValueError: no room"),
+        ("a", 3.0, ""),
+    ]
 
 
 def test_the_clock_refuses_what_would_not_end_and_ends_what_does_not():
