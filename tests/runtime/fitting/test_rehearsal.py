@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -226,6 +227,20 @@ def test_copies_of_buffers_for_afterwards_do_not_count():
     with lowtide.fit(model, inputs[0], memory_budget=budget, **options) as plan:
         assert plan.stats().predicted_peak_bytes <= budget
         assert peak_of_steps(model, inputs, options["optimizer"]) <= budget
+
+
+def test_a_refusal_tells_what_is_not_the_models():
+    model, x = wide(), batches(SHAPE, 1)[0]
+
+    def refusal() -> str:
+        with pytest.raises(lowtide.InfeasibleBudgetError) as error:
+            lowtide.fit(model, x, memory_budget=1, bandwidth=0)
+        return str(error.value)
+
+    assert "other tensors" not in refusal()
+    other = torch.zeros(2**23)  # of another model, say
+    assert re.search(r"bytes, 32\.\d+ MiB of them for the batch, buffers and other tensors on the device\)", refusal())
+    del other
 
 
 def test_the_least_is_enough_where_weights_take_most():

@@ -43,6 +43,9 @@ _LEFT_WHERE_COSTLY = 0.01
 # step with them took: predictions are off, too.
 _CLOSE = 1.25
 
+# A refusal tells what else is on the device where that is such a part of the least budget.
+_WORTH_TELLING = 0.2
+
 # Steps that are timed to tell two schedules apart.
 _NUM_TIMED = 3
 
@@ -57,6 +60,7 @@ class Asked:
         moves_weights: so may weights, gradients and optimizer state.
         is_auto: the strategy is not given, so one without copies may be taken, too.
         update_bytes: what is there while the optimizer makes its step, which no schedule changes.
+        other_bytes: the part of it that is not the model's: the batch, buffers and what others have on the device.
         rounding_bytes: by which trial steps differ from each other.
         goes_on: training is under way: where nothing stays within the budget, the leanest schedule is taken.
         is_costly: a trial takes so long that the first schedule that stays within the budget is taken.
@@ -67,6 +71,7 @@ class Asked:
     moves_weights: bool = False
     is_auto: bool = True
     update_bytes: int = 0
+    other_bytes: int = 0
     rounding_bytes: int = 0
     goes_on: bool = False
     is_costly: bool = False
@@ -297,7 +302,7 @@ def _check_update(asked: Asked) -> _Steps[None]:
     except _OutOfMemoryError:
         pass
     message = (
-        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that parameters, gradients and the "
+        f"{_given(asked)} is below the {_least(least, asked)} that parameters, gradients and the "
         f"optimizer's state and step take alone; raise it{f' to {enough} bytes' if enough > least else ''}, or "
         "use an optimizer with less state"
     )
@@ -355,7 +360,7 @@ def _leanest(infeasible: Infeasible, asked: Asked, more: int) -> _Steps[_Seen]:
     least = max(measured, min(measured + asked.rounding_bytes, infeasible.minimum_bytes), asked.update_bytes)
     moved = " with weights on the host" if asked.moves_weights else ""
     message = (
-        f"{_given(asked)} is below the {format_bytes(least)} ({least} bytes) that this model needs{moved}, measured in "
+        f"{_given(asked)} is below the {_least(least, asked)} that this model needs{moved}, measured in "
         f"a trial step of its leanest schedule; {'raise it' if asked.moves else 'raise it, or allow offloading'}"
     )
     raise _RefusedError(Refuse(message, least))
@@ -397,6 +402,14 @@ def _seen(index: int, found: Trial, more: int, notes: list[str]) -> _Seen:
 
 def _given(asked: Asked) -> str:
     return f"budget {format_bytes(asked.memory_budget)} ({asked.memory_budget} bytes)"
+
+
+def _least(num_bytes: int, asked: Asked) -> str:
+    """A least budget, and what it contains that is not the model's, where that is a good part of it."""
+    others = ""
+    if asked.other_bytes > _WORTH_TELLING * num_bytes:
+        others = f", {format_bytes(asked.other_bytes)} of them for the batch, buffers and other tensors on the device"
+    return f"{format_bytes(num_bytes)} ({num_bytes} bytes{others})"
 
 
 def _correction(found: Trial) -> str:

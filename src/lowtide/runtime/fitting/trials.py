@@ -333,6 +333,7 @@ class Trials:
             moves_weights=moving is not None,
             is_auto=settings.strategy == AUTO and moving is None,
             update_bytes=0 if moving is not None else _optimizer_step_bytes(model, chain, settings),
+            other_bytes=chain.base_bytes,
             rounding_bytes=rounding_bytes,
             is_costly=settings.each_trial_compiles,
         )
