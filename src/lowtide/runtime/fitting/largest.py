@@ -122,7 +122,8 @@ def largest_batch(
         dim: the dimension that grows: 0 the batch, 1 most often the length of sequences.
         most: the largest size to try; None: there is no limit.
         progress: called with what is being tried and the share done, 0 to 1.
-        options: more arguments of `fit`: `optimizer`, `loss`, `strategy`, `bandwidth`, ...
+        options: more arguments of `fit`: `optimizer`, `loss`, `strategy`, `bandwidth`, ... With `compile_stages` each
+            size that is tried is compiled, too: more may fit, and the search takes much longer.
 
     Returns:
         The size and its predicted time, within one in 16.
